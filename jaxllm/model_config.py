@@ -47,6 +47,8 @@ class ModelConfig(ServedModel):
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
     num_spare_layers: int = 0
     """Layers behind these in the checkpoint that are not used: they predict tokens after the next one."""
+    has_tiles: bool = False
+    """Whether weights of linear layers are in tiles where their formats have them so: `in_tiles`."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"
     """The Flax class that computes it, as module:name."""
 
@@ -162,6 +164,10 @@ class ModelConfig(ServedModel):
         multiple = 8 * size
         return self._split(size, math.ceil(self.vocab_size / multiple) * multiple)
 
+    def in_tiles(self) -> "ModelConfig":
+        """This config, split over devices, with weights of linear layers in the order of kernels where these take their formats."""
+        return dataclasses.replace(self, has_tiles=True, formats=tuple(format.in_tiles() for format in self.formats))
+
     def described(self) -> dict[str, Any]:
         """The fields as JSON values, without their digest and origin; runs of equal layers once, with their number."""
         values = dataclasses.asdict(dataclasses.replace(self, layers=(), formats=()))
@@ -177,7 +183,7 @@ class ModelConfig(ServedModel):
         split = {layer: layer.split(size) for layer in set(self.layers)}
         layers = tuple(split[layer] for layer in self.layers)
         formats = tuple(format.split(self, size) for format in self.formats)
-        return dataclasses.replace(self, layers=layers, padded_vocab_size=padded_vocab_size, formats=formats)
+        return dataclasses.replace(self, layers=layers, padded_vocab_size=padded_vocab_size, formats=formats, has_tiles=False)
 
 
 def check_max_model_len(model: ModelConfig, max_model_len: int, *, may_be_long: bool) -> None:

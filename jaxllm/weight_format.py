@@ -15,6 +15,8 @@ Array = Any
 """Of JAX, which this module does not import."""
 Arrays = Mapping[str, Array]
 """Arrays of a weight, by part."""
+Multiply = Callable[[Array, Any], Array]
+"""Products with weights in tiles: `pallas_kernels.quantized_matmul.product`."""
 Init = Literal["normal", "zeros", "ones"]
 """How a parameter without a checkpoint begins; normal: as its format says."""
 WHOLE = ""
@@ -61,6 +63,8 @@ class WeightSpec:
     """Leading dimensions of a linear layer's weight that products contract."""
     splits_inputs: bool = False
     """Whether devices split the dimensions that products contract."""
+    split_outputs: int | None = None
+    """The dimension of a linear layer's outputs that devices split; None: each has them all."""
 
 
 class Expected(NamedTuple):
@@ -180,6 +184,20 @@ class WeightFormat:
         """The format of the same weights split over `size` devices."""
         return self
 
+    def in_tiles(self) -> Self:
+        """The format of the same weights, those of linear layers in the order of the kernels of `pallas_kernels.quantized_matmul` where
+        these take their numbers."""
+        return self
+
+    @property
+    def stored_parts(self) -> Mapping[str, ParamSpec] | None:
+        """The parts that files have of a weight in this format in place of those that stand in the model (`laid_out`); None: the same."""
+        return None
+
+    def laid_out(self, arrays: Arrays, parts: Mapping[str, ParamSpec], mesh: Any) -> Arrays:
+        """The parts that stand in the model, of `stored_parts` on the devices of a mesh."""
+        raise NotImplementedError
+
     @property
     def expert_type(self) -> str | None:
         """The type that a kernel computes products of experts from; None: the model's."""
@@ -203,9 +221,9 @@ class WeightFormat:
         """This format as a weight that it declares is in it, if its weights differ."""
         return self
 
-    def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
+    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply) -> Array:
         """Multiply x by a linear layer's weight: [..., contracted as one] to [..., *outputs], in x's type. shards: what x and the
-        contracted dimension are split over."""
+        contracted dimension are split over. multiply: for a weight in tiles."""
         raise NotImplementedError
 
     def operand(self, arrays: Arrays) -> Any:

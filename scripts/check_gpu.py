@@ -9,7 +9,8 @@ python scripts/check_gpu.py --tiny                 toy sizes with interpreted ke
 
 tokens           the demo model in float32: greedy and seeded tokens, those with penalties, logprobs and masks of decodes that are
                  sampled apart or not, and vectors, equal those with the reference attention
-logits           Llama-3.1-8B's shapes in bfloat16, one layer and all, no further from float32 than plain XLA (a stated factor)
+logits           Llama-3.1-8B's shapes in bfloat16, one layer and all, and one with weights in 4 and 8 bits: no further from float32 than
+                 plain XLA (a stated factor)
 kernels          edge cases of every op by every implementation, and the same bits in repeated runs
 collectives      sums, norms and exchanges between 2 and 4 GPUs to the last bit, alone and in a long chain; skipped on one GPU
 failures         the demo model: the same tokens after the device ran out of memory in a step, and after sleep

@@ -18,6 +18,7 @@ from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.runner import ModelRunner
+from pallas_kernels.checking import quantized_matmul
 
 
 @dataclass
@@ -38,12 +39,14 @@ class EarlyPrograms:
         plan: MemoryPlan,
         mesh: Mesh,
         adaptation: Adaptation | None,
+        tiles: tuple[quantized_matmul.Shapes, ...],
     ) -> Choice:
         """Choose kernels that pass the kernel check. `wanted` is the option attention_implementation as given."""
         device = mesh.local_devices[0]
+        has = {"has_adapters": adaptation is not None, "has_tiles": bool(tiles)}
         with self._left_on_error():
             return choose_kernels(
-                candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu", has_adapters=adaptation is not None),
+                candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu", **has),
                 config,
                 model,
                 plan,
@@ -52,6 +55,7 @@ class EarlyPrograms:
                 store=VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS),
                 is_named=wanted != "auto",
                 adaptation=adaptation,
+                tiles=tiles,
                 meanwhile=self._begin,
             )
 

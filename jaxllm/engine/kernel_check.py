@@ -38,6 +38,7 @@ from pallas_kernels.checking import (
     grouped_matmul,
     lora,
     mla_attention,
+    quantized_matmul,
     rope_cache_write,
     sampling,
     segment_attention,
@@ -55,6 +56,7 @@ _CASES: dict[str, Any] = {
     "grouped_matmul": grouped_matmul.cases,
     "lora": lora.cases,
     "mla_attention": mla_attention.cases,
+    "quantized_matmul": quantized_matmul.cases,
     "sampling": sampling.cases,
     "segment_attention": segment_attention.cases,
 }
@@ -80,12 +82,13 @@ def choose_kernels(
     is_named: bool,
     mesh: Mesh | None = None,
     adaptation: Adaptation | None = None,
+    tiles: tuple[quantized_matmul.Shapes, ...] = (),
     meanwhile: Callable[[Kernels], None] = lambda kernels: None,
 ) -> Choice:
     """Choose the first candidate of each op that passes the check set by `config.compile.kernel_check`.
 
     device: the first of the mesh, on which everything except collectives is checked. mesh: None for one device.
-    is_named: the user named this attention implementation, so it is never replaced.
+    is_named: the user named this attention implementation, so it is never replaced. tiles: the weights in tiles.
     meanwhile: called before the first kernel runs, with the kernels that will be chosen if all that are checked are right.
     Raises KernelCheckError if no implementation of an op is left, or a check lost the device.
     """
@@ -93,7 +96,7 @@ def choose_kernels(
     skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
     check_ = KernelCheck(
         found=found,
-        shapes=shapes_of(config, model, plan, adaptation),
+        shapes=shapes_of(config, model, plan, adaptation, tiles),
         mode=config.compile.kernel_check,
         device=device,
         mesh=mesh,

@@ -21,6 +21,7 @@ from pallas_kernels import (
     lora,
     mla_attention,
     paged_attention,
+    quantized_matmul,
     rope_cache_write,
     sampling,
     segment_attention,
@@ -83,10 +84,26 @@ def attention_candidates(
     return found if wanted == "auto" else dict.fromkeys(found, (wanted,))
 
 
+def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool) -> bool:
+    """Whether weights in 4 and 8 bits are laid out for kernels: those of this GPU take the model's type, or a CPU was asked for kernels.
+    `wanted` is the option attention_implementation."""
+    if on_gpu:
+        return wanted not in PLAIN and quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] not in PLAIN
+    return wanted not in ("auto", *PLAIN)
+
+
 def candidates(
-    wanted: str, model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool, has_adapters: bool = False
+    wanted: str,
+    model: ModelConfig,
+    plan: MemoryPlan,
+    mesh: Mesh,
+    *,
+    on_gpu: bool,
+    has_adapters: bool = False,
+    has_tiles: bool = False,
 ) -> Candidates:
-    """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops."""
+    """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops.
+    has_tiles: some weights are in tiles."""
     num_parts = context_size(mesh)
     has_part = num_parts > 1 or model.attends_within_images
     found = attention_candidates(wanted, model, plan.block_size // num_parts, on_gpu=on_gpu, has_part=has_part)
@@ -94,6 +111,8 @@ def candidates(
     is_plain = all(names[0] in PLAIN for names in found.values()) and (wanted != "auto" or not on_gpu or bool(model.attentions))
     if model.attentions:
         found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)
+    if has_tiles:
+        found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     encoder = model.vision or model.audio
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()

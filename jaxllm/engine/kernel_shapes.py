@@ -1,14 +1,19 @@
 """The shapes in which an engine calls each op on one device: those that its kernels are checked in."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flax import nnx
+
 from jaxllm.config import EngineConfig
+from jaxllm.layers.parameters import weights
 from jaxllm.layers.routing import rule_of
 from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention
 from jaxllm.parallel.topology import Topology
+from jaxllm.quantization.formats.packed import PackedFormat
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels.checking import (
@@ -19,6 +24,7 @@ from pallas_kernels.checking import (
     grouped_matmul,
     lora,
     mla_attention,
+    quantized_matmul,
     rope_cache_write,
     sampling,
     segment_attention,
@@ -39,6 +45,8 @@ class _Engine:
     adaptation: Adaptation | None
     num_parts: int = 1
     """Devices that split the keys of a row."""
+    tiles: tuple[quantized_matmul.Shapes, ...] = ()
+    """The distinct weights in tiles."""
 
     @property
     def page_size(self) -> int:
@@ -148,6 +156,34 @@ def _lora(engine: _Engine) -> tuple[lora.Shapes, ...]:
     )
 
 
+def shapes_of_tiles(models: Iterable[nnx.Module], dtype: str) -> tuple[quantized_matmul.Shapes, ...]:
+    """The distinct weights in tiles of models that compute in this type, on one device."""
+    formats = (weight.format for model in models for weight in weights(model))
+    found = (
+        _shapes_of_tiles(format, dtype) for format in formats if isinstance(format, PackedFormat) and format.tiled is not None
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _shapes_of_tiles(format: PackedFormat, dtype: str) -> quantized_matmul.Shapes:
+    scheme, tiled = format.weight_scheme, format.tiled
+    assert scheme is not None and tiled is not None
+    return quantized_matmul.Shapes(
+        scheme.number,
+        math.prod(tiled.outputs),
+        tiled.num_inputs,
+        None if tiled.num_groups == 1 else tiled.num_inputs // tiled.num_groups,
+        scheme.scale_type,
+        has_zeros=scheme.zeros,
+        has_factor=scheme.factor,
+        dtype=dtype,
+    )
+
+
+def _quantized_matmul(engine: _Engine) -> tuple[quantized_matmul.Shapes, ...]:
+    return engine.tiles
+
+
 def _mla_attention(engine: _Engine) -> tuple[mla_attention.Shapes, ...]:
     model = engine.model
     return tuple(
@@ -201,6 +237,7 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "gated_delta": _gated_delta,
     "lora": _lora,
     "mla_attention": _mla_attention,
+    "quantized_matmul": _quantized_matmul,
     "collectives": _collectives,
     "sampling": _sampling,
     "segment_attention": _segment_attention,
@@ -208,10 +245,14 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
 
 
 def shapes_of(
-    config: EngineConfig, model: ModelConfig, plan: MemoryPlan, adaptation: Adaptation | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    plan: MemoryPlan,
+    adaptation: Adaptation | None = None,
+    tiles: tuple[quantized_matmul.Shapes, ...] = (),
 ) -> dict[str, tuple[Any, ...]]:
-    """By op, the sets of shapes that its cases depend on, on one device."""
+    """By op, the sets of shapes that its cases depend on, on one device. tiles: see `shapes_of_tiles`."""
     topology = Topology.of(config.parallel)
     sizes = topology.tensor, topology.expert
-    engine = _Engine(model, plan, *sizes, config.model.max_logprobs, adaptation, topology.context)
+    engine = _Engine(model, plan, *sizes, config.model.max_logprobs, adaptation, topology.context, tiles)
     return {op: shapes(engine) for op, shapes in _SHAPES.items()}

@@ -21,7 +21,8 @@ from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
-from jaxllm.engine.kernel_choice import attention_implementation
+from jaxllm.engine.kernel_choice import attention_implementation, wants_tiles
+from jaxllm.engine.kernel_shapes import shapes_of_tiles
 from jaxllm.engine.parallel_backends import check_backend, make_runner, make_stages
 from jaxllm.engine.step_sizes import with_prefill_limit
 from jaxllm.eplb_options import EplbConfig
@@ -141,7 +142,11 @@ class Prepared:
             computed = model_config
             if drafter is not None:
                 computed = replace(model_config, layers=(*model_config.layers, *drafter.layers))
-            chosen = early.choose(wanted, config, computed, stages[0].plan, _own(meshes), adaptation)
+            models: list[nnx.Module] = [stage.model for stage in stages]
+            if drafter is not None and drafter.model is not None:
+                models.append(drafter.model)
+            tiles = shapes_of_tiles(models, model_config.dtype)
+            chosen = early.choose(wanted, config, computed, stages[0].plan, _own(meshes), adaptation, tiles)
         kernels = chosen.kernels
         with times.part("config and model"):
             runner = early.runner_of(kernels)
@@ -347,6 +352,8 @@ def resolve_sizes(
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
     check_backend(config, model_config)
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
+    if wants_tiles(config.compile.attention_implementation, model_config, on_gpu=on_gpu):
+        model_config = model_config.in_tiles()
     config = config.replace(
         attention_implementation=attention_implementation(
             config.compile.attention_implementation,

@@ -1,6 +1,7 @@
 """Weights and the matrix products with them."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,12 @@ from jax.lax import Precision
 from jaxllm.layers.source import AnySource, Module, PartlyZero, output_major, plain
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
-from jaxllm.weight_format import PLAIN, WHOLE, Init, ParamSpec, WeightFormat, WeightSpec
+from jaxllm.weight_format import PLAIN, WHOLE, Init, Multiply, ParamSpec, WeightFormat, WeightSpec
+from pallas_kernels import quantized_matmul
+
+# Traced and lowered once for all layers of a program.
+multiply = jax.jit(quantized_matmul.product, static_argnames=("implementation", "interpret"))
+PLAINLY: Multiply = partial(multiply, implementation="xla")
 
 
 def abstract_param(
@@ -48,9 +54,9 @@ class PackedWeight(nnx.Module):
     def _arrays(self) -> dict[str, Array]:
         return {name: getattr(self, name)[...] for name in self.names}
 
-    def product(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+    def product(self, x: Array, shards: Shards = ONE_DEVICE, multiply: Multiply = PLAINLY) -> Array:
         """Product of a linear layer, as `WeightFormat.product`."""
-        return self.format.product(self._arrays(), x, shards)
+        return self.format.product(self._arrays(), x, shards, multiply)
 
     def __getitem__(self, index: object) -> Any:
         """The weight of experts, indexed as a parameter: `weight[...]`."""
@@ -124,18 +130,20 @@ class Linear(nnx.Module):
         """Put the weight of an abstract model into the first of the formats that has it."""
         assert isinstance(self.weight, nnx.Param), "in a format already"
         plain = ParamSpec(self.shape, self.axes, str(self.weight.dtype), self.weight.get_metadata("source"))
-        self.weight = declare(formats, WeightSpec(plain, self.modules, self.joined, self.num_contracted, self.is_split))
+        n = self.num_contracted
+        split_outputs = next((i for i, axis in enumerate(self.axes[n:]) if MESH_AXES[axis]), None)
+        self.weight = declare(formats, WeightSpec(plain, self.modules, self.joined, n, self.is_split, split_outputs))
 
-    def __call__(self, x: Array, shards: Shards = ONE_DEVICE) -> Array:
+    def __call__(self, x: Array, shards: Shards = ONE_DEVICE, multiply: Multiply = PLAINLY) -> Array:
         """The product of this device's part of the weight.
 
         shards: of a product whose contracted dimensions are split, those that it is split over; the result is then a part
-        of the sum, with the bias in the part of the first device.
+        of the sum, with the bias in the part of the first device. multiply: by a weight in tiles.
         """
         # One contracted dimension: XLA would transpose a weight in every step to contract several.
         x = x.reshape(*x.shape[: x.ndim - self.num_contracted], -1)
         if isinstance(self.weight, PackedWeight):
-            y = self.weight.product(x, shards)
+            y = self.weight.product(x, shards, multiply)
         else:
             weight = self.weight[...].astype(x.dtype)
             trailing = weight.shape[self.num_contracted :]

@@ -1,11 +1,12 @@
 """The parameters of a model: their paths, and what the layers declared of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
 from jaxllm.layers.source import AnySource
@@ -25,9 +26,23 @@ def parameters(model_or_state: nnx.Module | nnx.State) -> Iterator[tuple[ParamPa
 class Weight(NamedTuple):
     """A weight of a model: its format, and its parts, which are parameters."""
 
+    path: ParamPath
     format: WeightFormat
-    paths: dict[str, ParamPath]
     parts: dict[str, ParamSpec]
+
+    def path_of(self, part: str) -> ParamPath:
+        """The path of a part."""
+        return (*self.path, part) if part else self.path
+
+    @property
+    def stored_parts(self) -> Mapping[str, ParamSpec]:
+        """The parts that files have of it."""
+        return self.parts if self.format.stored_parts is None else self.format.stored_parts
+
+    def laid_out(self, arrays: Mapping[str, Array], mesh: Mesh) -> dict[ParamPath, Array]:
+        """The arrays of its parameters, of those of its stored parts."""
+        found = arrays if self.format.stored_parts is None else self.format.laid_out(arrays, self.parts, mesh)
+        return {self.path_of(part): array for part, array in found.items()}
 
 
 def weights(model: nnx.Module | nnx.State) -> list[Weight]:
@@ -35,8 +50,8 @@ def weights(model: nnx.Module | nnx.State) -> list[Weight]:
     found: dict[ParamPath, Weight] = {}
     for path, variable in parameters(model):
         format, part, init = map(variable.get_metadata, ("format", "part", "init"))
-        weight = found.setdefault(path[:-1] if part else path, Weight(format, {}, {}))
-        weight.paths[part] = path
+        path = path[:-1] if part else path
+        weight = found.setdefault(path, Weight(path, format, {}))
         weight.parts[part] = ParamSpec(variable.shape, axes_of(variable), str(variable.dtype), source_of(variable), init)
     return list(found.values())
 

@@ -3,24 +3,23 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxllm.layers.attend import Attend, AttendToLatents
+from jaxllm.layers.linear import PLAINLY, Linear
 from jaxllm.layers.rope import rope_angles
 from jaxllm.layers.row_states import RowStates
 from jaxllm.model_parts import Rope
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
+from jaxllm.weight_format import Multiply
 from pallas_kernels import expert_choice
 from pallas_kernels import gated_delta as gated_delta_rule
 from pallas_kernels.grouped_matmul import experts
-
-if TYPE_CHECKING:
-    from jaxllm.layers.linear import Linear
 
 # Traced and lowered once for all layers of a program.
 choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
@@ -36,7 +35,7 @@ def call_layer(block: Any, next_norm: Any, runs: Any, step: "Step") -> Any:
 class Adapt(Protocol):
     """Changes what layers compute by the adapter of each token's request."""
 
-    def __call__(self, linear: "Linear", x: Array, y: Array, start: int) -> Array:
+    def __call__(self, linear: Linear, x: Array, y: Array, start: int) -> Array:
         """The product y of a layer with x, of the tokens from `start` on, with what their adapters add."""
         ...
 
@@ -67,6 +66,8 @@ class Step:
     """Chooses the experts of each token: `pallas_kernels.expert_choice.choose_experts`."""
     experts: Callable[..., Array] = partial(compute_experts, implementation="xla")
     """Computes the chosen experts: `pallas_kernels.grouped_matmul.experts`."""
+    multiply: Multiply = PLAINLY
+    """Computes products with weights in tiles: `pallas_kernels.quantized_matmul.product`."""
     attend_to_latents: AttendToLatents | None = None
     """`attend` of layers of latent attention; None where there are none."""
     states: RowStates | None = None
@@ -115,9 +116,9 @@ class Step:
         parts = {"attend": context, "attend_to_latents": context.attend_to_latents, "states": context}
         return replace(self, **parts, _angles={})
 
-    def product(self, linear: "Linear", x: Array, start: int = 0) -> Array:
+    def product(self, linear: Linear, x: Array, start: int = 0) -> Array:
         """The product of a layer with the tokens from `start` on; where devices split its inputs, this one's part of the sum."""
-        y = linear(x, self.shards if linear.is_split else ONE_DEVICE)
+        y = linear(x, self.shards if linear.is_split else ONE_DEVICE, self.multiply)
         return y if self.adapt is None else self.adapt(linear, x, y, start)
 
     def scores(self, name: str, x_TD: Array, y_TN: Array, start: int = 0) -> Array:

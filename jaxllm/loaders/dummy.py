@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.layers.build import build_model
-from jaxllm.layers.parameters import Axes, ParamPath, axes_of, parameters, state_of
+from jaxllm.layers.parameters import Axes, ParamPath, Weight, parameters, state_of, weights
 from jaxllm.loaders.layout import Progress, expand
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.axes import MESH_AXES, sharding
@@ -45,22 +45,26 @@ def dummy_weights(
     stored_shapes = {path: variable.shape for path, variable in parameters(build(config.as_stored()))}
     key = jax.random.key(seed)
     groups: dict[ParamPath, dict[ParamPath, _Kind]] = {}
-    for path, variable in parameters(model):
-        place = sharding(mesh, axes_of(variable))
-        init, format, part = map(variable.get_metadata, ("init", "format", "part"))
-        kind = _Kind(
-            init, format, part, stored_shapes[path], variable.shape, jnp.dtype(variable.dtype), axes_of(variable), place
-        )
-        groups.setdefault(_layer_of(path), {})[path] = kind
+    of_layers: dict[ParamPath, list[Weight]] = {}
+    for weight in weights(model):
+        layer = _layer_of(weight.path)
+        of_layers.setdefault(layer, []).append(weight)
+        for part, spec in weight.stored_parts.items():
+            path, place = weight.path_of(part), sharding(mesh, spec.axes)
+            kind = _Kind(
+                spec.init, weight.format, part, stored_shapes[path], spec.shape, jnp.dtype(spec.dtype), spec.axes, place
+            )
+            groups.setdefault(layer, {})[path] = kind
     distinct = dict.fromkeys(tuple(group.values()) for group in groups.values())
     with ThreadPoolExecutor(_THREADS) as pool:
         compiled = dict(zip(distinct, pool.map(partial(_compiled, key), distinct), strict=True))
     arrays: dict[ParamPath, Array] = {}
     loaded, total = 0, sum(kind.num_bytes for group in groups.values() for kind in group.values())
-    for group in groups.values():
+    for layer, group in groups.items():
         numbers = np.array(list(map(_number_of, group)), np.uint32)
-        made = compiled[tuple(group.values())](key, numbers)
-        arrays.update(zip(group, made, strict=True))
+        made = dict(zip(group, compiled[tuple(group.values())](key, numbers), strict=True))
+        for weight in of_layers[layer]:
+            arrays |= weight.laid_out({part: made.pop(weight.path_of(part)) for part in weight.stored_parts}, mesh)
         loaded += sum(kind.num_bytes for kind in group.values())
         if progress is not None:
             progress(loaded, total)

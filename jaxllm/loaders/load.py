@@ -88,15 +88,18 @@ def load_checkpoint(
     sizes = [sum(reader.entries[name].num_bytes for name in tensors) for tensors in expected]
     total, done = sum(sizes), 0
     arrays: dict[ParamPath, Array] = {}
+    stored: dict[str, Array] = {}
     try:
         for weight, size in zip(weights(model), sizes, strict=True):
-            for part, array in weight.format.load(reader, weight.parts):
-                arrays[weight.paths[part]] = array
+            stored = {}
+            for part, array in weight.format.load(reader, weight.stored_parts):
+                stored[part] = array
+            arrays |= weight.laid_out(stored, mesh)
             done += size
             if progress is not None:
                 progress(done, total)
     except BaseException:
-        delete(arrays)
+        delete((arrays, stored))
         raise
     return state_of(model, arrays)
 
@@ -132,7 +135,7 @@ def _open(directory: Path, load_format: str, config: ModelConfig, encoder: Visio
 
 def _expected(model: nnx.Module, files: Files) -> list[dict[str, Expected]]:
     """The tensors that each weight is read from."""
-    return [weight.format.expected(weight.parts, files) for weight in weights(model)]
+    return [weight.format.expected(weight.stored_parts, files) for weight in weights(model)]
 
 
 def _check(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.parameters import ParamPath, axes_of, parameters, state_of
+from jaxllm.layers.parameters import ParamPath, axes_of, parameters, state_of, weights
 from jaxllm.loaders.layout import Progress, expand, raise_on_misfit, stored_sharding
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.arrays import convert
@@ -69,7 +69,8 @@ def restore(
     options = {}
     if isinstance(model, CausalLM) and model.is_stage:
         options["partial_restore"] = True
-        wanted = {name: wanted[name] for name in (name_of(path) for path, _ in parameters(model))}
+        own = (name_of(weight.path_of(part)) for weight in weights(model) for part in weight.stored_parts)
+        wanted = {name: wanted[name] for name in own}
     arguments = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), **options)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=largest_gb + 1)) as checkpointer:
@@ -79,12 +80,15 @@ def restore(
     if progress is not None:  # all arrays are read at once
         total = sum(array.nbytes for array in arrays.values())
         progress(total, total)
-    placed = {}
-    for path, variable in parameters(model):
-        array, axes, shape = arrays.pop(name_of(path)), axes_of(variable), tuple(variable.shape)
-        if array.shape != shape:
-            array = convert(expand, sharding(mesh, axes), array, axes=axes, shape=shape)
-        placed[path] = array
+    placed: dict[ParamPath, jax.Array] = {}
+    for weight in weights(model):
+        parts = {}
+        for part, spec in weight.stored_parts.items():
+            array, shape = arrays.pop(name_of(weight.path_of(part))), tuple(spec.shape)
+            if array.shape != shape:
+                array = convert(expand, sharding(mesh, spec.axes), array, axes=spec.axes, shape=shape)
+            parts[part] = array
+        placed |= weight.laid_out(parts, mesh)
     return state_of(model, placed)
 
 

@@ -22,6 +22,8 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "position": None,
     "groups": None,
     "split_groups": TENSOR,
+    "tiles": None,
+    "split_tiles": TENSOR,
     "draft_vocab": None,
     "experts": None,
     "expert_mlp": None,

@@ -14,6 +14,7 @@ OPS = (
     "gated_delta",
     "lora",
     "segment_attention",
+    "quantized_matmul",
 )
 
 
@@ -38,6 +39,8 @@ class Kernels:
     """The terms that adapters add to products."""
     segment_attention: str = ""
     """Between the patches of images, or the positions of audio."""
+    quantized_matmul: str = "xla"
+    """Products with weights of linear layers in tiles."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 

@@ -16,6 +16,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import AnyNorm, DecoderBlock, Run
 from jaxllm.layers.norm import Normalization
+from jaxllm.layers.parameters import parameters
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.topology import Topology
@@ -47,7 +48,8 @@ def traces_alike_once(config: EngineConfig, *, on_gpu: bool) -> bool:
 
 @dataclass
 class SharedLayers:
-    """Calls the layers of one step: see `Step.call_layer`. Layers share a function if parts, weights and caches are alike."""
+    """Calls the layers of one step: see `Step.call_layer`. Layers share a function if parts, weights with their formats and caches are
+    alike."""
 
     context: PagedContext
     """Context of the step."""
@@ -63,7 +65,8 @@ class SharedLayers:
         kept = [self.context.caches[index] for index in indices]
         table = None if place.group is None else self.context.tables[place.group]
         norm = replace(next_norm.norm, name="") if isinstance(next_norm, Normalization) else None
-        key = (block.parts, norm, _kinds(state), _kinds(kept), _kinds(table))
+        formats = tuple(variable.get_metadata("format") for _, variable in parameters(state))
+        key = (block.parts, norm, formats, _kinds(state), _kinds(kept), _kinds(table))
         if key not in self._functions:
             # The first layer stands for all: its number only says where its caches and its table are.
             def layer(

@@ -1,4 +1,5 @@
-"""Logits of a random Llama in bfloat16 against the same weights in float32, over one layer and over all.
+"""Logits of a random Llama in bfloat16 against the same weights in float32: over one layer, over all, and over one with weights in 4 and
+8 bits.
 
 How far bfloat16 may be off depends on depth and weights, so it is measured: the same model in bfloat16 by plain XLA is off by some
 error, and the kernels, which round at the same places or at fewer, may be off by FACTOR times as much and no more. The error is
@@ -150,24 +151,33 @@ class Steps:
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
-    """One layer, then the whole model."""
+    """One layer, then the whole model; then one layer with each kind of quantised weights."""
     shapes = shapes_of.tiny(LLAMA_8B) if tiny else LLAMA_8B
+    one = shapes | {"num_hidden_layers": 1}
+    yield from _check_model("1 layer", one, tiny=tiny)
+    yield from _check_model(f"{shapes['num_hidden_layers']} layers", shapes, tiny=tiny)
+    for number in shapes_of.NUMBERS:
+        yield from _check_model(f"1 layer in {number}", shapes_of.quantized(one, number), tiny=tiny)
+
+
+def _check_model(name: str, shapes: shapes_of.Shapes, *, tiny: bool) -> Iterator[Outcome]:
     steps = Steps(prompts=(20, 7, 1, 17), num_decodes=2) if tiny else Steps()
-    for num_layers in (1, shapes["num_hidden_layers"]):
-        with tempfile.TemporaryDirectory() as directory:
-            Path(directory, "config.json").write_text(json.dumps(shapes | {"num_hidden_layers": num_layers}))
-            kernels = {} if jax.default_backend() != "cpu" else {"attention_implementation": "triton"}
-            engines: tuple[dict[str, Any], ...] = (
-                {"dtype": "float32", "attention_implementation": "xla"},
-                {"dtype": "bfloat16", "attention_implementation": "xla"},
-                {"dtype": "bfloat16", **kernels},
-            )
-            # Engines of one layer fit into memory together: while one compiles, another runs.
-            with concurrent.futures.ThreadPoolExecutor(len(engines) if num_layers == 1 else 1) as pool:
-                runs = [pool.submit(run, directory, steps, **options) for options in engines]
-                exact, plain, ours = (found.result().logits for found in runs)
-        for name in exact:
-            yield compare(f"logits, {num_layers} layer{'s' * (num_layers > 1)}, {name}", exact[name], plain[name], ours[name])
+    kernels = {} if jax.default_backend() != "cpu" else {"attention_implementation": "triton"}
+    engines: tuple[dict[str, Any], ...] = (
+        {"dtype": "float32", "attention_implementation": "xla"},
+        {"dtype": "bfloat16", "attention_implementation": "xla"},
+        {"dtype": "bfloat16", **kernels},
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(shapes))
+        # Engines of one layer fit into memory together: while one compiles, another runs.
+        with concurrent.futures.ThreadPoolExecutor(len(engines) if shapes["num_hidden_layers"] == 1 else 1) as pool:
+            runs = [pool.submit(run, directory, steps, **options) for options in engines]
+            exact, plain, ours = (found.result() for found in runs)
+    if "quantization_config" in shapes:
+        yield kernels_in_use(f"logits, {name}", ours.kernels)
+    for step in exact.logits:
+        yield compare(f"logits, {name}, {step}", exact.logits[step], plain.logits[step], ours.logits[step])
 
 
 def compare(name: str, exact: np.ndarray, plain: np.ndarray, ours: np.ndarray) -> Outcome:
@@ -220,7 +230,7 @@ def run(
         runner = core.runner
         # A cast there and back would be taken out by the compiler.
         rounded = jax.jit(lambda x: lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), donate_argnums=0)
-        runner.params = tuple(rounded(x) for x in runner.params)
+        runner.params = tuple(rounded(x) if x.dtype in ("float32", "bfloat16") else x for x in runner.params)
         found = before(core) if before is not None else {}
         return Found({**found, **_logits(core, steps)}, dict(core.kernels))
     finally:

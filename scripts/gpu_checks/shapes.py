@@ -58,6 +58,30 @@ _TINY: Shapes = {
 }
 
 
+_FLOAT = {"type": "float", "symmetric": True}
+_SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}),
+    "e4m3": ("float-quantized", {"num_bits": 8, **_FLOAT, "strategy": "channel"}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, **_FLOAT, "strategy": "tensor_group", "group_size": 16}),
+}
+NUMBERS = tuple(_SCHEMES)
+"""Kinds of weights that `quantized` makes: 4 and 8 bits, with scales of groups, outputs, and both; int4 with zero points."""
+
+
+def quantized(shapes: Shapes, number: str) -> Shapes:
+    """The model with weights of linear layers in one of NUMBERS, activations as they are."""
+    form, weights = _SCHEMES[number]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return shapes | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        }
+    }
+
+
 def tiny(shapes: Shapes) -> Shapes:
     """The model with toy sizes."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "num_experts" in shapes else {}

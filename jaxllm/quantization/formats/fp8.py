@@ -13,7 +13,19 @@ from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_s
 from jaxllm.quantization.formats.modelopt_config import ALL_FP8, BLOCK, FP8_BLOCK, algorithm_of, is_modelopt, read_description
 from jaxllm.quantization.formats.modelopt_config import FP8 as PER_TENSOR
 from jaxllm.quantization.formats.patterns import matches_any, partly_covered, read_names
-from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, Options, ParamSpec, Reader, WeightFormat, WeightSpec
+from jaxllm.weight_format import (
+    Array,
+    Arrays,
+    Draw,
+    Expected,
+    Files,
+    Multiply,
+    Options,
+    ParamSpec,
+    Reader,
+    WeightFormat,
+    WeightSpec,
+)
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
@@ -107,7 +119,7 @@ class Fp8(WeightFormat):
             "scale": ParamSpec(shape[n:], axes[n:], "float32", scales),
         }
 
-    def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
+    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply) -> Array:
         from jaxllm.quantization.fp8 import product
 
         return product(arrays["values"], arrays["scale"], x, shards)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -13,7 +13,18 @@ from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
 from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme
-from jaxllm.weight_format import Array, Arrays, Draw, Expected, Files, ParamSpec, Reader, WeightFormat, WeightSpec
+from jaxllm.weight_format import (
+    Array,
+    Arrays,
+    Draw,
+    Expected,
+    Files,
+    Multiply,
+    ParamSpec,
+    Reader,
+    WeightFormat,
+    WeightSpec,
+)
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
@@ -25,6 +36,17 @@ _ROWS = 2048
 """Outputs that are widened at a time on the host."""
 
 
+@dataclass(frozen=True)
+class Tiled:
+    """A linear layer's weight in tiles, as a device has it."""
+
+    outputs: tuple[int, ...]
+    num_inputs: int
+    num_groups: int
+    stored: Mapping[str, ParamSpec] = field(compare=False)
+    """See `WeightFormat.stored_parts`. Not compared: equal layers have equal formats."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedFormat(WeightFormat):
     """Weights of linear layers and experts as codes of few bits, widened inside of products; all others are widened while they are
@@ -33,16 +55,23 @@ class PackedFormat(WeightFormat):
     Parts of a weight of N outputs and K inputs, contracted dimensions counted as one and G = K / group (1 without groups):
     codes [*outputs, K] in the number's type, or of 4 bits uint8 [*outputs, K / 2], the lower half of a byte first;
     scale [*outputs, G]; zero uint8 [*outputs, G]; minimum [*outputs, G]; factor float32 [*outputs].
+
+    In tiles, a linear layer's weight has the arrays of `pallas_kernels.quantized_matmul.Packed` instead, each device's part padded to
+    whole tiles. Files never have it so.
     """
 
     computes: bool = True
     """Whether weights stay as stored; else they are widened while they are loaded."""
     size: int = 1
-    """Devices that the inputs of some layers are split over."""
+    """Devices that some layers are split over."""
+    tiles: bool = False
+    """Whether weights of linear layers that kernels take are in tiles."""
     weight_scheme: Scheme | None = None
     """That of the weight that this is the format of (`of`); None: of all."""
     transposed: bool = False
     """A checkpoint in no format has the inputs of this weight first."""
+    tiled: Tiled | None = None
+    """This weight in tiles; None: it is as stored."""
 
     may_widen: ClassVar[bool] = True
 
@@ -83,9 +112,58 @@ class PackedFormat(WeightFormat):
         return partly_covered(self.scheme, config.linears())
 
     def split(self, config: "ModelConfig", size: int) -> Self:
-        return replace(self, size=size)
+        return replace(self, size=size, tiles=False)
+
+    def in_tiles(self) -> Self:
+        return replace(self, tiles=self.computes)
+
+    @property
+    def stored_parts(self) -> Mapping[str, ParamSpec] | None:
+        return None if self.tiled is None else self.tiled.stored
+
+    def laid_out(self, arrays: Arrays, parts: Mapping[str, ParamSpec], mesh: Any) -> Arrays:
+        from jaxllm.quantization.tiles import lay_out
+
+        assert self.tiled is not None
+        return lay_out(arrays, self.tiled.stored, parts, self._scheme.number, mesh)
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
+        tiled = self._tiled(weight)
+        return self._declare_stored(weight) if tiled is None else self._declare_tiles(weight, tiled)
+
+    def _declare_tiles(self, weight: WeightSpec, tiled: Tiled) -> dict[str, ParamSpec]:
+        from jaxllm.quantization.tiles import parts_of_device
+
+        scheme, source = self._scheme_of(weight), tiled.stored["codes"].source
+        assert scheme is not None
+        # Devices that split a dimension, and the axis that says so.
+        outputs = (1, "tiles") if weight.split_outputs is None else (self.size, "split_tiles")
+        inputs = (self.size, "split_tiles") if weight.splits_inputs else (1, "tiles")
+        dimensions = {"words": (outputs, inputs, (1, "tiles")), "factor": (outputs,)}
+        found = {}
+        for name, (shape, dtype) in parts_of_device(scheme, tiled.outputs, tiled.num_inputs, tiled.num_groups).items():
+            split = dimensions.get(name, (inputs, outputs))
+            whole = tuple(count * num_devices for count, (num_devices, _) in zip(shape, split, strict=True))
+            found[name] = ParamSpec(whole, tuple(axis for _, axis in split), dtype, source)
+        return found
+
+    def _tiled(self, weight: WeightSpec) -> Tiled | None:
+        """A weight in tiles; None: it stays as stored, because no kernel takes it, or it is that of experts."""
+        if not self.tiles or not weight.modules or (stored := self._declare_stored(weight)) is None:
+            return None
+        from jaxllm.quantization.tiles import takes
+
+        scheme = self._scheme_of(weight)
+        assert scheme is not None
+        outputs, num_groups = list(stored["scale"].shape[:-1]), stored["scale"].shape[-1]
+        num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
+        if weight.split_outputs is not None:
+            outputs[weight.split_outputs] //= self.size
+        if weight.splits_inputs:
+            num_inputs, num_groups = num_inputs // self.size, max(1, num_groups // self.size)
+        return Tiled(tuple(outputs), num_inputs, num_groups, stored) if takes(scheme, num_inputs, num_groups) else None
+
+    def _declare_stored(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         plain, n = weight.plain, weight.num_contracted
         if not self.computes or not (weight.modules or isinstance(plain.source, Stacked)):
             return None
@@ -94,10 +172,9 @@ class PackedFormat(WeightFormat):
         else:
             (shape, axes), inputs, inputs_axis = (plain.shape[:-1], plain.axes[:-1]), plain.shape[-1:], plain.axes[-1]
         num_inputs, is_split = math.prod(inputs), weight.splits_inputs
-        modules = [module_of(tensor) for tensor in plain.source.tensors]
-        if (scheme := self.joint_scheme(modules, num_inputs)) is None:
+        if (scheme := self._scheme_of(weight)) is None:
             return None
-        module = modules[0]
+        module = module_of(plain.source.tensors[0])
         number, num_groups = NUMBERS[scheme.number], self._num_groups(scheme, module, num_inputs, is_split)
         num_outputs = len(weight.modules[0].outputs) if weight.modules else 1
 
@@ -126,11 +203,13 @@ class PackedFormat(WeightFormat):
         _check_groups(scheme, module, num_inputs)
         return 1 if scheme.group is None else num_inputs // math.gcd(scheme.group, num_inputs // size)
 
-    def of(self, weight: WeightSpec) -> Self:
+    def _scheme_of(self, weight: WeightSpec) -> Scheme | None:
         num_inputs = math.prod(weight.plain.shape[: weight.num_contracted] if weight.modules else weight.plain.shape[-1:])
-        tensors = weight.plain.source.tensors
-        scheme = self.joint_scheme([module_of(tensor) for tensor in tensors], num_inputs)
-        return replace(self, weight_scheme=scheme, transposed=tensors[0].transposed)
+        return self.joint_scheme([module_of(tensor) for tensor in weight.plain.source.tensors], num_inputs)
+
+    def of(self, weight: WeightSpec) -> Self:
+        tensor = weight.plain.source.tensors[0]
+        return replace(self, weight_scheme=self._scheme_of(weight), transposed=tensor.transposed, tiled=self._tiled(weight))
 
     @property
     def _scheme(self) -> Scheme:
@@ -145,10 +224,12 @@ class PackedFormat(WeightFormat):
     def widens_in_products(self) -> bool:
         return self.computes
 
-    def product(self, arrays: Arrays, x: Array, shards: Any) -> Array:
-        from jaxllm.quantization.packed import product
+    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply) -> Array:
+        from jaxllm.quantization import packed, tiles
 
-        return product(arrays, self._scheme, x, shards)
+        if self.tiled is not None:
+            return tiles.product(arrays, self._scheme.number, x, self.tiled.outputs, multiply)
+        return packed.product(arrays, self._scheme, x, shards)
 
     def operand(self, arrays: Arrays) -> Any:
         """Float32: whoever takes it rounds it to the model's type."""

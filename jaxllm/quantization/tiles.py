@@ -1,0 +1,99 @@
+"""Weights of linear layers in the order of the kernels of `pallas_kernels.quantized_matmul`: tiles of 64 outputs x 64 inputs."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxllm.parallel.arrays import convert
+from jaxllm.parallel.axes import sharding
+from jaxllm.quantization.numbers import Scheme
+from jaxllm.weight_format import Arrays, Multiply, ParamSpec
+from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, decoder_of, pack
+from pallas_kernels.quantized_matmul.packed import MIDDLES
+
+
+def takes(scheme: Scheme, num_inputs: int, num_groups: int) -> bool:
+    """Whether kernels multiply a weight of `num_groups` groups on a device."""
+    number = scheme.number
+    has_scheme = decoder_of(number) in DECODERS and not scheme.minimums and (not scheme.zeros or number in MIDDLES)
+    return has_scheme and (num_groups == 1 or math.gcd(num_inputs // num_groups, GROUPS[-1]) in GROUPS)
+
+
+@functools.lru_cache(maxsize=256)
+def parts_of_device(
+    scheme: Scheme, outputs: tuple[int, ...], num_inputs: int, num_groups: int
+) -> Mapping[str, tuple[tuple[int, ...], str]]:
+    """(shape, type) of the parts in tiles of a weight on a device, by name. outputs: their dimensions."""
+    number, num_outputs = scheme.number, math.prod(outputs)
+    by_group, bits = (num_outputs, num_groups), DECODERS[decoder_of(number)].bits
+
+    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    found: Packed = jax.eval_shape(
+        functools.partial(pack, number),
+        array((num_outputs, num_inputs * bits // 8), "uint8"),
+        array(by_group, scheme.scale_type),
+        array(by_group, "uint8") if scheme.zeros else None,
+        array((num_outputs,), "float32") if scheme.factor else None,
+    )
+    return {name: (part.shape, str(part.dtype)) for name, part in _parts(found).items()}
+
+
+def lay_out(
+    arrays: Arrays, stored: Mapping[str, ParamSpec], parts: Mapping[str, ParamSpec], number: str, mesh: Mesh
+) -> dict[str, Array]:
+    """The parts in tiles of the stored ones, each device's of its own."""
+    names = tuple(stored)
+    places = tuple(sharding(mesh, spec.axes) for spec in parts.values())
+    made = convert(
+        _in_tiles,
+        places,
+        *(arrays[name] for name in names),
+        number=number,
+        names=names,
+        wanted=tuple(parts),
+        mesh=mesh,
+        in_specs=tuple(sharding(mesh, spec.axes).spec for spec in stored.values()),
+        out_specs=tuple(place.spec for place in places),
+    )
+    return dict(zip(parts, made, strict=True))
+
+
+def _in_tiles(
+    *arrays: Array,
+    number: str,
+    names: Sequence[str],
+    wanted: Sequence[str],
+    mesh: Mesh,
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: tuple[PartitionSpec, ...],
+) -> tuple[Array, ...]:
+    def of_device(*arrays: Array) -> tuple[Array, ...]:
+        given = dict(zip(names, arrays, strict=True))
+        num_outputs = math.prod(given["scale"].shape[:-1])
+        flat = {name: array.reshape(num_outputs, -1) for name, array in given.items()}
+        factor = flat["factor"][:, 0] if "factor" in flat else None
+        parts = _parts(pack(number, flat["codes"], flat["scale"], flat.get("zero"), factor))
+        return tuple(parts[name] for name in wanted)
+
+    return jax.shard_map(of_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)
+
+
+def _parts(weight: Packed) -> dict[str, Array]:
+    """The arrays that there are, by name."""
+    found = {"words": weight.words, "scale": weight.scale, "zero": weight.zero, "factor": weight.factor}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def product(arrays: Arrays, number: str, x: Array, outputs: tuple[int, ...], multiply: Multiply) -> Array:
+    """[..., inputs] to [..., *outputs], in x's type; of inputs that devices split, a part of the sum."""
+    scale, zero, factor = map(arrays.get, ("scale", "zero", "factor"))
+    weight = Packed(arrays["words"], scale, zero, factor, decoder_of(number))
+    y = multiply(x.reshape(-1, x.shape[-1]), weight)
+    return y[:, : math.prod(outputs)].reshape(*x.shape[:-1], *outputs)
