@@ -78,6 +78,8 @@ class MixtureOfExperts(nnx.Module):
         expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, is_real_T, rule=rule_of(self.part.routing))
         step.note_choice(self.name, expert_Tk)
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
+        if isinstance(gate_up_E2FD, Array) or isinstance(down_EDF, Array):
+            gate_up_E2FD, down_EDF = gate_up_E2FD.astype(x_TD.dtype), down_EDF.astype(x_TD.dtype)
         taken_TD = x_TD
         if self.part.weighs_input:
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
@@ -85,8 +87,8 @@ class MixtureOfExperts(nnx.Module):
             taken_TD,
             step.slots_of(self.name, expert_Tk, start),
             weight_Tk,
-            gate_up_E2FD.astype(x_TD.dtype) if isinstance(gate_up_E2FD, Array) else gate_up_E2FD,
-            down_EDF.astype(x_TD.dtype) if isinstance(down_EDF, Array) else down_EDF,
+            gate_up_E2FD,
+            down_EDF,
             gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
             down_bias_ED=self._down_bias(shards),
             activation=self.part.activation,
@@ -127,8 +129,10 @@ def _scores(x_TD: Array, weight_ED: Array) -> Array:
 def _weight(
     config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], source: Source | Stacked
 ) -> nnx.Param | PackedWeight:
-    splits_inputs = MESH_AXES[axes[-1]] is not None
-    return declare(config.formats, WeightSpec(ParamSpec(shape, axes, config.dtype, source), splits_inputs=splits_inputs))
+    *_, splits_outputs, splits_inputs = (MESH_AXES[axis] is not None for axis in axes)
+    spec = ParamSpec(shape, axes, config.dtype, source)
+    split_outputs = 0 if splits_outputs else None
+    return declare(config.formats, WeightSpec(spec, splits_inputs=splits_inputs, split_outputs=split_outputs))
 
 
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[Source | Stacked, Source | Stacked]:

@@ -57,6 +57,8 @@ class Shapes:
     has_biases: bool = False
     is_packed: bool = False
     """Whether the weights are in 4 bits."""
+    stored: tuple[Stored, Stored] | None = None
+    """How gate and up, and down, are packed in multiples of 64 values; None: they are not."""
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
@@ -184,6 +186,8 @@ def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices:
     """The last tokens are padding and NaN; one expert more than there are here is chosen from."""
     normals, dtype = Normals(), shapes.dtype
     D, F = shapes.width, shapes.hidden
+    if shapes.stored is not None:
+        D, F = (-(-size // TILE) * TILE for size in (D, F))
     expert_Tk, weight_Tk = routing(num_tokens, num_choices, num_experts + 1)
     is_real_T = np.arange(num_tokens) < max(1, num_tokens - 3)
     x_TD = normals(num_tokens, D)
@@ -192,6 +196,9 @@ def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices:
     down_EDF: Any
     if shapes.is_packed:
         gate_up_E2FD, down_EDF = packed(num_experts, 2, F, D), packed(num_experts, D, F, seed=1)
+    elif shapes.stored is not None:
+        sizes = (num_experts, 2, F, D), (num_experts, D, F)
+        gate_up_E2FD, down_EDF = (random_experts(*each) for each in zip(shapes.stored, sizes, (0, 1), strict=True))
     else:
         gate_up_E2FD = (normals(num_experts, 2, F, D) * np.float32(2 / math.sqrt(D))).astype(dtype)
         down_EDF = (normals(num_experts, D, F) * np.float32(1 / math.sqrt(F))).astype(dtype)

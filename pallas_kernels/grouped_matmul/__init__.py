@@ -79,8 +79,9 @@ def experts(
     case |= {"width": x_TD.shape[1], "hidden": down_EDF.shape[2]}
     width = x_TD.shape[1]
     if isinstance(down_EDF, PackedExperts):
-        x_TD, down_bias_ED = (padded(array, down_EDF.shape[1]) for array in (x_TD, down_bias_ED))
-        gate_up_bias_E2F = padded(gate_up_bias_E2F, down_EDF.shape[2])
+        x_TD = padded(x_TD, down_EDF.shape[1])
+        gate_up_bias_E2F = None if gate_up_bias_E2F is None else padded(gate_up_bias_E2F, down_EDF.shape[2])
+        down_bias_ED = None if down_bias_ED is None else padded(down_bias_ED, down_EDF.shape[1])
     _check_shapes(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF, is_real_T, gate_up_bias_E2F, down_bias_ED)
     if implementation is None:
         implementation = choose(platform=jax.default_backend(), **case)

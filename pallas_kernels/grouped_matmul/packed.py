@@ -72,8 +72,8 @@ def pack_experts(
     return PackedExperts(jax.tree.map(lambda array: array.reshape(*lead, *array.shape[1:]), packed))
 
 
-def padded(array: jax.Array | None, size: int) -> jax.Array | None:
+def padded(array: jax.Array, size: int) -> jax.Array:
     """With zeros at the end of the last dimension, if fewer than a tile are missing."""
-    if array is None or not 0 < size - array.shape[-1] < TILE:
+    if not 0 < size - array.shape[-1] < TILE:
         return array
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])])

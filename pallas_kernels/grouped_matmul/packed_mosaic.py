@@ -30,7 +30,7 @@ def supports(
     *, platform: str, dtype: DTypeLike, weight_dtype: DTypeLike | str, width: int, hidden: int, interpret: bool = False
 ) -> bool:
     """Activations in bfloat16, which all numbers are decoded to."""
-    is_packed = weight_dtype in map(type_of, DECODERS)
+    is_packed = str(weight_dtype) in map(type_of, DECODERS)
     return (platform == "gpu" or interpret) and _compat.has_mosaic() and jnp.dtype(dtype) == jnp.bfloat16 and is_packed
 
 
