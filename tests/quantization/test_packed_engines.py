@@ -51,6 +51,13 @@ def test_any_number_of_devices_answers_as_with_the_widened_weights(checkpoints, 
     assert_alike(answer(packed, **options), answer(plain))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2, **EPLB}])
+def test_experts_in_tiles_answer_as_those_as_stored(checkpoints, options):
+    packed, plain = checkpoints("qwen3_moe")
+    assert_alike(answer(packed, attention_implementation="triton", **options), answer(plain))
+
+
 def answers(model, prompt=PROMPT, lora=None, **options):
     llm = LLM(str(model), **{**engines.SMALL, **options})
     [output] = llm.generate({"prompt_token_ids": prompt}, PARAMS, lora_request=lora, use_tqdm=False)
