@@ -1,16 +1,19 @@
 """A grouped product with packed weights, by Pallas Mosaic GPU (Hopper): tiles of rows, each with the weights of its expert.
 
-    warpgroups 0, 1  (consumers)   blocks of 64 outputs: one of gate and the same of up, or one or two of down
-    warpgroup 2      (producer)    TMA copies of words, scales, zeros and x in steps of inputs, into a ring of shared memory
+    warpgroups 0 ...  (consumers)   blocks of 64 outputs: one of gate and the same of up, or one or two of down
+    the last          (producer)    TMA copies of words, scales, zeros and x in steps of inputs, into a ring of shared memory
 
 A CTA per core stays for the whole launch and walks through items (tile of rows x blocks of outputs), blocks first, so that CTAs that
 run at a time share rows of x in the cache. The transposed product is computed, weight @ x.T, and transposed on its way through shared
-memory. A tile of few rows is bound by reading weights: its steps are long, so that many bytes are in flight. With many rows a step is
-two products: one of them is decoded while the tensor cores compute the other. What lies outside of an array a copy fills with zeros.
+memory.
+
+A tile of few rows is bound by reading and decoding weights: its steps are long, so that many bytes are in flight, and four consumers
+share the inputs of one block, so that there are items for all cores. With many rows a consumer has two products a step: one of them is
+decoded while the tensor cores compute the other. What lies outside of an array a copy fills with zeros.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +31,6 @@ from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, of_
 from pallas_kernels.quantized_matmul.packed import TILE
 from pallas_kernels.row_copies import Rows
 
-NUM_CONSUMERS = 2
 ALIGNMENT = 8  # rows of a swizzle tile
 OVERLAPPED = 2
 """Products of a step in which one is decoded while the other is computed. Registers that a product in flight still reads belong to the
@@ -41,33 +43,49 @@ _STEP_BYTES = 32 << 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """Blocks of each matrix that a consumer computes, tiles of inputs of a step, and stages of the ring."""
+    """How consumers divide an item, and the ring of shared memory."""
 
-    blocks: int
-    step_tiles: int
     num_stages: int
+    step_tiles: int
+    """Tiles of inputs of a step."""
+    blocks: int = 1
+    """Blocks of each matrix that a consumer computes."""
+    num_consumers: int = 2
+    num_shares: int = 1
+    """Consumers that share the inputs of the same blocks; the first of them adds the sums of the others to its own."""
+
+    @property
+    def num_owners(self) -> int:
+        """Consumers with blocks of their own."""
+        return self.num_consumers // self.num_shares
 
 
 def pick_sizes(tile_rows: int, weight: PackedExperts) -> Sizes:
-    """Long steps for few rows, two products a step for many; as many stages as fit."""
+    """The forms that were the fastest; as many stages as fit."""
     num_matrices = _num_matrices(weight)
-    bits = DECODERS[weight.packed.number].bits
-    if tile_rows > _FEW_ROWS * 2:
-        blocks = OVERLAPPED // num_matrices
-        step_tiles = 1
+    if tile_rows <= _FEW_ROWS:
+        sizes = Sizes(0, 4, num_consumers=4, num_shares=4)
+    elif tile_rows <= 2 * _FEW_ROWS:
+        bits = DECODERS[weight.packed.number].bits
+        sizes = Sizes(0, max(min(4, _STEP_BYTES // (2 * num_matrices * TILE * TILE * bits // 8)), OVERLAPPED // num_matrices))
     else:
-        blocks = 1
-        step_tiles = min(4, _STEP_BYTES // (NUM_CONSUMERS * num_matrices * TILE * TILE * bits // 8))
-        step_tiles = max(step_tiles, OVERLAPPED // num_matrices)
-    products = num_matrices * blocks
-    stage = NUM_CONSUMERS * products * step_tiles * TILE * TILE * bits // 8
+        sizes = Sizes(0, 1, blocks=OVERLAPPED // num_matrices)
+    return fitted(sizes, tile_rows, weight)
+
+
+def fitted(sizes: Sizes, tile_rows: int, weight: PackedExperts) -> Sizes:
+    """With as many stages as fit into shared memory."""
+    bits = DECODERS[weight.packed.number].bits
+    products = _num_matrices(weight) * sizes.blocks
+    stage = sizes.num_owners * products * sizes.step_tiles * TILE * TILE * bits // 8
     stage += sum(
-        NUM_CONSUMERS * products * TILE * _num_groups(weight, step_tiles) * vector.dtype.itemsize
+        sizes.num_owners * products * TILE * _num_groups(weight, sizes.step_tiles) * vector.dtype.itemsize
         for vector in _vectors(weight).values()
     )
-    stage += 2 * tile_rows * TILE * step_tiles
-    room = SMEM_BYTES - RESERVED_BYTES - 2 * NUM_CONSUMERS * blocks * tile_rows * TILE
-    return Sizes(blocks, step_tiles, min(_MAX_STAGES, room // stage))
+    stage += 2 * tile_rows * TILE * sizes.step_tiles
+    results = 2 * sizes.num_owners * sizes.blocks * tile_rows * TILE
+    shared = 4 * (sizes.num_consumers - sizes.num_owners) * products * tile_rows * TILE
+    return replace(sizes, num_stages=min(_MAX_STAGES, (SMEM_BYTES - RESERVED_BYTES - results - shared) // stage))
 
 
 def _num_matrices(weight: PackedExperts) -> int:
@@ -123,27 +141,32 @@ def grouped_product(
     words = words.reshape(-1, num_inputs // TILE * rows_of_tile, WORD_COLUMNS)
     products = num_matrices * sizes.blocks
     assert tile_rows % ALIGNMENT == 0 and x_SK.shape[1] == num_inputs, f"{tile_rows} rows of a tile, x {x_SK.shape}"
-    assert products * sizes.step_tiles >= OVERLAPPED, f"{sizes} of {num_matrices} matrices"
+    assert sizes.step_tiles % sizes.num_shares == 0, f"{sizes}"
 
     def swizzled(*shape: int) -> Any:
         transforms = (plgpu.TilingTransform((ALIGNMENT, TILE)), plgpu.SwizzleTransform(128))
         return plgpu.SMEM(shape, x_SK.dtype, transforms=transforms)
 
     stages = sizes.num_stages
-    ring = stages, NUM_CONSUMERS, products
+    ring = stages, sizes.num_owners, products
     scratch = {
         "words_smem": plgpu.SMEM((*ring, sizes.step_tiles * rows_of_tile, WORD_COLUMNS), jnp.int32),
         "x_smem": swizzled(stages, tile_rows, sizes.step_tiles * TILE),
-        "out_smem": swizzled(NUM_CONSUMERS, sizes.blocks, tile_rows, TILE),
-        "full": plgpu.Barrier(num_arrivals=1 + NUM_CONSUMERS * products * (1 + len(vectors)), num_barriers=stages),
-        "free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
+        "out_smem": swizzled(sizes.num_owners, sizes.blocks, tile_rows, TILE),
+        "full": plgpu.Barrier(num_arrivals=1 + sizes.num_owners * products * (1 + len(vectors)), num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=sizes.num_consumers, num_barriers=stages),
     }
+    if sizes.num_shares > 1:
+        others = sizes.num_shares - 1
+        scratch["sums_smem"] = plgpu.SMEM((sizes.num_owners, others, products, TILE, tile_rows), jnp.float32)
+        scratch["summed"] = plgpu.Barrier(num_arrivals=others, num_barriers=sizes.num_owners)
+        scratch["taken"] = plgpu.Barrier(num_arrivals=1, num_barriers=sizes.num_owners)
     scratch |= {
         f"{name}_smem": plgpu.SMEM((*ring, _num_groups(weight, sizes.step_tiles), TILE), vector.dtype)
         for name, vector in vectors.items()
     }
     if interpret:
-        scratch["interpreted_smem"] = plgpu.SMEM((NUM_CONSUMERS, TILE, TILE), x_SK.dtype)
+        scratch["interpreted_smem"] = plgpu.SMEM((sizes.num_consumers, TILE, TILE), x_SK.dtype)
 
     def body(words_ref: Any, x_ref: Any, *refs: Any) -> None:
         of_groups, refs = refs[: len(vectors)], refs[len(vectors) :]
@@ -178,7 +201,7 @@ def grouped_product(
         scratch_types=list(scratch.values()),
         grid=(num_ctas,),
         grid_names=("cta",),
-        num_threads=NUM_CONSUMERS + 1,
+        num_threads=sizes.num_consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"),
@@ -223,12 +246,12 @@ class _Grouped:
     def run(self) -> None:
         wg = lax.axis_index("wg")
 
-        @pl.when(wg < NUM_CONSUMERS)
+        @pl.when(wg < self.sizes.num_consumers)
         def _():
-            self.plgpu.set_max_registers(consumer_registers(NUM_CONSUMERS), action="increase")
+            self.plgpu.set_max_registers(consumer_registers(self.sizes.num_consumers), action="increase")
             self.consume(wg)
 
-        @pl.when(wg == NUM_CONSUMERS)
+        @pl.when(wg == self.sizes.num_consumers)
         def _():
             self.plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             self.produce()
@@ -241,7 +264,7 @@ class _Grouped:
     @property
     def num_parts(self) -> int:
         """Items of a tile of rows."""
-        return pl.cdiv(self.num_blocks, NUM_CONSUMERS * self.sizes.blocks)
+        return pl.cdiv(self.num_blocks, self.sizes.num_owners * self.sizes.blocks)
 
     def num_my_items(self) -> Any:
         num_items = self.num_tiles_ref[0] * self.num_parts
@@ -250,11 +273,11 @@ class _Grouped:
     def item(self, turn: Any) -> tuple[Any, Any]:
         """The tile of rows, and the first block of outputs."""
         index = turn * self.num_ctas + lax.axis_index("cta")
-        return lax.div(index, self.num_parts), lax.rem(index, self.num_parts) * (NUM_CONSUMERS * self.sizes.blocks)
+        return lax.div(index, self.num_parts), lax.rem(index, self.num_parts) * (self.sizes.num_owners * self.sizes.blocks)
 
-    def block(self, first: Any, consumer: Any, own: int) -> Any:
-        """A consumer's own block; past the last for one that has none."""
-        return first + consumer * self.sizes.blocks + own
+    def block(self, first: Any, owner: Any, own: int) -> Any:
+        """An owner's own block; past the last for one that has none."""
+        return first + owner * self.sizes.blocks + own
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, self.sizes.num_stages)
@@ -276,10 +299,10 @@ class _Grouped:
                 index = turn * self.num_steps + step
                 slot = self.slot(index)
                 pl.when(index >= stages)(lambda: self.plgpu.barrier_wait(free.at[slot]))
-                for consumer in range(NUM_CONSUMERS):
+                for owner in range(self.sizes.num_owners):
                     for matrix in range(self.num_matrices):
                         for own in range(self.sizes.blocks):
-                            self.load_block(slot, step, consumer, expert, matrix, own, self.block(first, consumer, own))
+                            self.load_block(slot, step, owner, expert, matrix, own, self.block(first, owner, own))
                 inputs = pl.ds(step * self.sizes.step_tiles * TILE, self.sizes.step_tiles * TILE)
                 rows = Rows(start, ALIGNMENT, self.tile_rows)
                 row_copies.load(self.x_ref, rows, self.smem["x_smem"].at[slot], self.smem["full"].at[slot], after=(inputs,))
@@ -291,15 +314,15 @@ class _Grouped:
         def _(index):
             self.plgpu.barrier_wait(free.at[self.slot(index)])
 
-    def load_block(self, slot: Any, step: Any, consumer: int, expert: Any, matrix: int, own: int, block: Any) -> None:
+    def load_block(self, slot: Any, step: Any, owner: int, expert: Any, matrix: int, own: int, block: Any) -> None:
         """A step's words, scales and zeros of a block of outputs."""
         full, product = self.smem["full"].at[slot], matrix * self.sizes.blocks + own
         index = expert * self.num_matrices + matrix
-        words_smem = self.smem["words_smem"].at[slot, consumer, product]
+        words_smem = self.smem["words_smem"].at[slot, owner, product]
         size = words_smem.shape[0]
         row_copies.load(self.words_ref, Rows(step, size, size), words_smem, full, before=(index * self.num_blocks + block,))
         for name, ref in self.vector_refs.items():
-            target = self.smem[f"{name}_smem"].at[slot, consumer, product]
+            target = self.smem[f"{name}_smem"].at[slot, owner, product]
             rows = self.groups(step, target.shape[0])
             row_copies.load(ref, rows, target, full, before=(index,), after=(pl.ds(block * TILE, TILE),))
 
@@ -312,20 +335,56 @@ class _Grouped:
     # Consumers
 
     def consume(self, wg: Any) -> None:
-        @pl.loop(0, self.num_my_items())
+        num_shares, num_items = self.sizes.num_shares, self.num_my_items()
+        owner, share = (wg, 0) if num_shares == 1 else (lax.div(wg, num_shares), lax.rem(wg, num_shares))
+
+        @pl.loop(0, num_items)
         def _(turn):
-            tile, first = self.item(turn)
-            sums = self.multiply(wg, turn)
-            self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for own in range(self.sizes.blocks):
-                self.finish(wg, own, sums[own :: self.sizes.blocks], tile, self.block(first, wg, own))
+            sums = self.multiply(owner, share, turn)
+            if num_shares == 1:
+                self.finish_all(owner, sums, turn)
+                return
+
+            @pl.when(share == 0)
+            def _():
+                self.finish_all(owner, self.with_others(owner, sums), turn)
+
+            @pl.when(share > 0)
+            def _():
+                pl.when(turn > 0)(lambda: self.plgpu.barrier_wait(self.smem["taken"].at[owner]))
+                for product, value in enumerate(sums):
+                    self.smem["sums_smem"].at[owner, share - 1, product][...] = value
+                self.plgpu.barrier_arrive(self.smem["summed"].at[owner])
+
+        if num_shares > 1:
+            # What the first has taken must have been told before the barriers go.
+            @pl.when((share > 0) & (num_items > 0))
+            def _():
+                self.plgpu.barrier_wait(self.smem["taken"].at[owner])
 
         self.plgpu.wait_smem_to_gmem(0)
 
-    def finish(self, wg: Any, own: int, sums: list[jax.Array], tile: Any, block: Any) -> None:
+    def with_others(self, owner: Any, sums: list[jax.Array]) -> list[jax.Array]:
+        """The sums of all shares, added in their order."""
+        plgpu, sums = self.plgpu, list(sums)
+        plgpu.barrier_wait(self.smem["summed"].at[owner])
+        for other in range(self.sizes.num_shares - 1):
+            for product in range(len(sums)):
+                source = self.smem["sums_smem"].at[owner, other, product]
+                sums[product] += plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+        plgpu.barrier_arrive(self.smem["taken"].at[owner])
+        return sums
+
+    def finish_all(self, owner: Any, sums: list[jax.Array], turn: Any) -> None:
+        tile, first = self.item(turn)
+        self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for own in range(self.sizes.blocks):
+            self.finish(owner, own, sums[own :: self.sizes.blocks], tile, self.block(first, owner, own))
+
+    def finish(self, owner: Any, own: int, sums: list[jax.Array], tile: Any, block: Any) -> None:
         """Factor, bias, combination and store of a block of outputs."""
         plgpu, expert = self.plgpu, self.expert_ref[tile]
-        # A consumer without a block reads the factors of the last.
+        # An owner without a block reads the factors of the last.
         outputs = pl.ds(jnp.minimum(block, self.num_blocks - 1) * TILE, TILE)
         values = []
         for matrix, value in enumerate(sums):
@@ -335,7 +394,7 @@ class _Grouped:
                     vector = plgpu.load(source, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
                     value = apply(value, by_rows(vector, self.tile_rows))
             values.append(value)
-        out_smem = self.smem["out_smem"].at[wg, own]
+        out_smem = self.smem["out_smem"].at[owner, own]
         result = self.combine(*values).astype(self.out_ref.dtype)
         out_smem.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA)
         plgpu.commit_smem()
@@ -366,8 +425,8 @@ class _Grouped:
 
                 size //= 2
 
-    def multiply(self, wg: Any, turn: Any) -> list[jax.Array]:
-        """float32 [64, rows] for each of a consumer's products, without the factor."""
+    def multiply(self, owner: Any, share: Any, turn: Any) -> list[jax.Array]:
+        """float32 [64, rows] for each of a consumer's products of its share of the inputs, without the factor."""
         plgpu, full, begin = self.plgpu, self.smem["full"], turn * self.num_steps
         num_products = self.num_matrices * self.sizes.blocks
 
@@ -377,11 +436,11 @@ class _Grouped:
                 slot = self.slot(begin + step)
                 plgpu.barrier_wait(full.at[slot])
                 for place, (tile, product) in enumerate(self.order()):
-                    a = self.operand(wg, slot, product, tile)
+                    a = self.operand(owner, share, slot, product, tile)
                     plgpu.wgmma_wait(0)
                     if place == 0:
                         pl.when(step > 0)(partial(self.release, begin + step - 1))
-                    plgpu.wgmma(sum_refs[product], a, self.x_tile(slot, tile))
+                    plgpu.wgmma(sum_refs[product], a, self.x_tile(slot, share, tile))
 
             plgpu.wgmma_wait(0)
             self.release(begin + self.num_steps - 1)
@@ -393,7 +452,8 @@ class _Grouped:
                 slot = self.slot(begin + step)
                 plgpu.barrier_wait(full.at[slot])
                 for tile, product in self.order():
-                    plgpu.wgmma(sum_refs[product], self.operand(wg, slot, product, tile), self.x_tile(slot, tile))
+                    a = self.operand(owner, share, slot, product, tile)
+                    plgpu.wgmma(sum_refs[product], a, self.x_tile(slot, share, tile))
                 plgpu.wgmma_wait(0)  # before registers of operands are written again
                 self.release(begin + step)
 
@@ -402,28 +462,45 @@ class _Grouped:
         form = overlapped if len(self.order()) == OVERLAPPED else in_turn
         return pl.run_scoped(form, *[plgpu.ACC((TILE, self.tile_rows), jnp.float32) for _ in range(num_products)])
 
+    @property
+    def share_tiles(self) -> int:
+        """Tiles of inputs of a consumer's share of a step."""
+        return self.sizes.step_tiles // self.sizes.num_shares
+
     def order(self) -> list[tuple[int, int]]:
-        """Tiles of inputs and products of a step."""
+        """Tiles of inputs and products of a consumer's share of a step."""
         products = range(self.num_matrices * self.sizes.blocks)
-        return [(tile, product) for tile in range(self.sizes.step_tiles) for product in products]
+        return [(tile, product) for tile in range(self.share_tiles) for product in products]
 
     def release(self, index: Any) -> None:
         """Release the slot that this consumer has read."""
         self.plgpu.barrier_arrive(self.smem["free"].at[self.slot(index)])
 
-    def x_tile(self, slot: Any, tile: int) -> Any:
+    def x_tile(self, slot: Any, share: Any, tile: int) -> Any:
         """[64, rows] of x.T."""
-        return self.smem["x_smem"].at[slot, :, pl.ds(tile * TILE, TILE)].transpose((1, 0))
+        first = (share * self.share_tiles + tile) * TILE
+        return self.smem["x_smem"].at[slot, :, pl.ds(first, TILE)].transpose((1, 0))
 
-    def operand(self, wg: Any, slot: Any, product: int, tile: int) -> Any:
+    def operand(self, owner: Any, share: Any, slot: Any, product: int, tile: int) -> Any:
         """A tile of the weight for wgmma."""
-        inputs = self.sizes.step_tiles * TILE
         scales, zeros = (
-            of_tile(self.smem[f"{name}_smem"].at[slot, wg, product], self.group or inputs, tile)
-            if name in self.vector_refs
-            else []
+            self.vectors(self.smem[f"{name}_smem"].at[slot, owner, product], share, tile) if name in self.vector_refs else []
             for name in ("scale", "zero")
         )
+        words_smem = self.smem["words_smem"].at[slot, owner, product]
+        if self.sizes.num_shares > 1:
+            size = words_smem.shape[0] // self.sizes.num_shares
+            words_smem = words_smem.at[pl.ds(share * size, size)]
         interpreted = self.smem.get("interpreted_smem")
-        interpreted = interpreted if interpreted is None else interpreted.at[wg]
-        return operand(self.number, self.smem["words_smem"].at[slot, wg, product], tile, scales, zeros, interpreted)
+        if interpreted is not None:
+            interpreted = interpreted.at[owner * self.sizes.num_shares + share]
+        return operand(self.number, words_smem, tile, scales, zeros, interpreted)
+
+    def vectors(self, vectors_smem: Any, share: Any, tile: int) -> list[jax.Array]:
+        """Scales or zeros of a tile, of those of a step."""
+        group, inputs = self.group or self.sizes.step_tiles * TILE, self.share_tiles * TILE
+        if self.sizes.num_shares > 1:
+            num_groups = max(1, inputs // group)
+            first = share * num_groups if group <= inputs else lax.div(share * inputs, group)
+            vectors_smem = vectors_smem.at[pl.ds(first, num_groups)]
+        return of_tile(vectors_smem, min(group, inputs), tile)

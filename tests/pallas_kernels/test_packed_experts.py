@@ -164,7 +164,7 @@ def test_every_tile_fits_into_shared_memory_with_stages_to_spare():
                 )
                 (sizes,) = picked
                 assert sizes.num_stages >= 3
-                assert sizes.blocks * sizes.step_tiles * (2 if weight is both else 1) >= packed_product.OVERLAPPED
+                assert sizes.step_tiles % sizes.num_shares == 0
 
 
 def test_packed_weights_are_refused_where_they_do_not_fit():
