@@ -1,7 +1,7 @@
 """The shapes in which an engine calls each op on one device: those that its kernels are checked in."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -180,14 +180,19 @@ def _lora(engine: _Engine) -> tuple[lora.Shapes, ...]:
     )
 
 
+def shapes_of_tiles(models: Iterable[nnx.Module], dtype: str) -> tuple[quantized_matmul.Shapes, ...]:
+    """The distinct weights of linear layers in tiles of models that compute in this type, on one device."""
+    formats = (weight.format for model in models for weight in weights(model))
+    found = (_shapes_of_tiles(format, dtype) for format in formats if _is_tiled(format) and not format.tiled.num_lead)
+    return tuple(dict.fromkeys(found))
+
+
 def tiled_weights(models: Sequence[nnx.Module], dtype: str) -> TiledWeights:
     """Those of models that compute in this type."""
-    formats = (weight.format for model in models for weight in weights(model))
-    linears = (_shapes_in_tiles(format, dtype) for format in formats if _is_tiled(format) and not format.tiled.num_lead)
     mixtures = [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, MixtureOfExperts)]
     experts = dict.fromkeys((mixture.part, _experts_in_tiles(mixture)) for mixture in mixtures)
     has_tiles = any(stored is not None for _, stored in experts)
-    return TiledWeights(tuple(dict.fromkeys(linears)), tuple(experts) if has_tiles else ())
+    return TiledWeights(shapes_of_tiles(models, dtype), tuple(experts) if has_tiles else ())
 
 
 def _is_tiled(format: WeightFormat) -> TypeGuard[Any]:
@@ -212,7 +217,7 @@ def _experts_in_tiles(mixture: MixtureOfExperts) -> tuple[grouped_matmul.Stored,
     return None if gate_up is None or down is None else (gate_up, down)
 
 
-def _shapes_in_tiles(format: PackedFormat, dtype: str) -> quantized_matmul.Shapes:
+def _shapes_of_tiles(format: PackedFormat, dtype: str) -> quantized_matmul.Shapes:
     scheme, tiled = format.weight_scheme, format.tiled
     assert scheme is not None and tiled is not None
     return quantized_matmul.Shapes(
