@@ -185,3 +185,13 @@ def test_packed_weights_have_kernels_in_bfloat16_alone():
     assert candidates(**case) == ("mosaic", "xla")
     for other in ({"dtype": "float16"}, {"weight_dtype": "packed uint4"}, {"platform": "cpu"}):
         assert candidates(**{**case, **other}) == ("xla",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", DECODERS)
+def test_cases_at_start_are_right_in_plain_jax(number):
+    stored = checking.Stored(number, 32), checking.Stored(number, None)
+    shapes = checking.Shapes("bfloat16", 4, 2, 72, 40, has_biases=True, stored=stored)
+    for case in checking.cases(shapes, "xla", interpret=True):
+        carry, constants = case.make()
+        assert case.error(carry, constants, quick(case.variants["xla"])(carry, *constants)) <= case.tolerance
