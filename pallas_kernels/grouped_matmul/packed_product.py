@@ -36,9 +36,11 @@ OVERLAPPED = 2
 """Products of a step in which one is decoded while the other is computed. Registers that a product in flight still reads belong to the
 other one: with another number they could be written again too early, which nothing reports (results are wrong)."""
 _MAX_STAGES = 12
-_FEW_ROWS = 16
+_FEW_ROWS, _MIDDLE_ROWS = 16, 32
+_FEW_BLOCKS = 16
+"""Blocks of outputs of gate: up to so many, the experts of a token have too few items for all cores unless an item is one block."""
 _STEP_BYTES = 32 << 10
-"""Of words, where a tile has few rows."""
+"""Of words, up to _MIDDLE_ROWS."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,16 @@ class Sizes:
 
 
 def pick_sizes(tile_rows: int, weight: PackedExperts) -> Sizes:
-    """The forms that were the fastest; as many stages as fit."""
-    num_matrices = _num_matrices(weight)
-    if tile_rows <= _FEW_ROWS:
-        sizes = Sizes(0, 4, num_consumers=4, num_shares=4)
-    elif tile_rows <= 2 * _FEW_ROWS:
-        bits = DECODERS[weight.packed.number].bits
-        sizes = Sizes(0, max(min(4, _STEP_BYTES // (2 * num_matrices * TILE * TILE * bits // 8)), OVERLAPPED // num_matrices))
-    else:
+    """The forms that were the fastest on an H100 with the experts of Qwen3-30B-A3B and gpt-oss-20b; as many stages as fit."""
+    num_matrices, num_blocks = _num_matrices(weight), weight.shape[-2] // TILE
+    tile_bytes = TILE * TILE * DECODERS[weight.packed.number].bits // 8
+    if tile_rows > _MIDDLE_ROWS:
         sizes = Sizes(0, 1, blocks=OVERLAPPED // num_matrices)
+    elif tile_rows > _FEW_ROWS or num_matrices == 1:
+        sizes = Sizes(0, min(4, _STEP_BYTES // (2 * num_matrices * tile_bytes)))
+    else:
+        num_shares = 4 if num_blocks <= _FEW_BLOCKS else 2
+        sizes = Sizes(0, 4 if num_shares == 4 else _STEP_BYTES // (4 * tile_bytes), num_consumers=4, num_shares=num_shares)
     return fitted(sizes, tile_rows, weight)
 
 
