@@ -23,14 +23,12 @@ from jaxllm.loaders.encoder import audio_weights, load_encoder, vision_weights
 from jaxllm.loaders.load import load_weights
 from jaxllm.loaders.orbax import ENCODER
 from jaxllm.model_config import DTYPES
-from jaxllm.models.load_config import load_model_config, read_config_json
+from jaxllm.models.load_config import QUANTIZATION_FILES, load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization_options import ONLINE
 from scripts.saving import save_orbax, with_formats
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")
-IN_CONFIG = "hf_quant_config.json"
-"""Not copied: config.json says the same, as far as it is still true."""
 
 
 def convert(source: Path, output: Path, dtype: str, quantization: str | None = None, dequantize: bool | None = None) -> None:
@@ -54,7 +52,8 @@ def convert(source: Path, output: Path, dtype: str, quantization: str | None = N
         save_orbax(config, load_encoder(config, encoder.model, encoder.part, source, **given), output, ENCODER)
     save_orbax(config, state, output)
     for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
-        if not file.name.endswith(".index.json") and file.name != IN_CONFIG:
+        # What says how weights were quantised goes into config.json, as far as it is still true.
+        if not file.name.endswith(".index.json") and file.name not in QUANTIZATION_FILES:
             copy = output / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(file, copy)

@@ -98,8 +98,9 @@ embedding and what latents are multiplied with become the model's type while the
 these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece. There is no kernel for
 these weights yet: XLA widens them.
 
-A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. What ModelOpt says in hf_quant_config.json
-counts where config.json has no quantization_config.
+A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no
+quantization_config, its text_config's counts, or compression_config, or what stands in hf_quant_config.json (ModelOpt),
+quantize_config.json (AutoGPTQ) or quant_config.json (AutoAWQ).
 
 GPTQ's `dynamic` and `modules_in_block_to_quantize` count, and so does a quantised head. Groups whose inputs are not
 neighbours (`desc_act` with a group size) are refused: take a checkpoint without activation order. 4-bit blocks of

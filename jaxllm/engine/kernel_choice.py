@@ -132,7 +132,7 @@ def candidates(
         **(_of_mixtures(model, mesh, expert_types, on_gpu=on_gpu) if model.mixtures else {}),
         **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
         **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
-        **({"segment_attention": _segment_candidates(model, encoder, wanted, on_gpu=on_gpu)} if encoder else {}),
+        **({"segment_attention": _segment_candidates(model, encoder, on_gpu=on_gpu)} if encoder else {}),
     }
 
 
@@ -184,9 +184,7 @@ def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
     )
 
 
-def _segment_candidates(model: ModelConfig, encoder: Vision | Audio, wanted: str, *, on_gpu: bool) -> tuple[str, ...]:
-    if isinstance(encoder, Audio) and wanted == "auto":
-        return ("xla",)  # until all of `check_gpu.py --parts speech` has passed with kernels in an encoder of audio
+def _segment_candidates(model: ModelConfig, encoder: Vision | Audio, *, on_gpu: bool) -> tuple[str, ...]:
     return segment_attention.candidates(platform="gpu", dtype=model.dtype, head_dim=encoder.head_dim, interpret=not on_gpu)
 
 

@@ -17,6 +17,10 @@ from jaxllm.quantization_options import WIDENED
 from jaxllm.served_model import GGUF_TYPE, read_token_ids
 from jaxllm.weight_format import Options
 
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside config.json that say how weights are quantised where it does not, and the quant_method of those that name none: of
+ModelOpt, of AutoGPTQ and of AutoAWQ."""
+
 
 def load_model_config(
     directory: Path | str,
@@ -110,8 +114,8 @@ def _refused(directory: Path, reader: ConfigReader) -> ModelLoadError:
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """The JSON object in config.json, with what hf_quant_config.json says of quantised weights if config.json says nothing: ModelOpt
-    writes it. Raises ModelLoadError if the directory or config.json is missing, or one of the files is not JSON."""
+    """The JSON object in config.json, its quantization_config taken from where programs that quantise have written it (`_quantization`).
+    Raises ModelLoadError if the directory or config.json is missing, or one of the files is not JSON."""
     if not directory.is_dir():
         raise ModelLoadError(f"{directory} is not a directory; give a model directory, a hub id, or 'demo'")
     path = directory / "config.json"
@@ -121,10 +125,24 @@ def read_config_json(directory: Path) -> dict[str, Any]:
         raise ModelLoadError(
             f"{directory} is not a model directory: it has no config.json; give the directory that holds config.json and the weights"
         )
-    raw, beside = _json_object(path), directory / "hf_quant_config.json"
-    if not raw.get("quantization_config") and beside.is_file():
-        raw["quantization_config"] = {"quant_method": "modelopt", **_json_object(beside)}
+    raw = _json_object(path)
+    if (quantization := _quantization(raw, directory)) is not None:
+        raw["quantization_config"] = quantization
     return raw
+
+
+def _quantization(raw: dict[str, Any], directory: Path) -> Any:
+    """What says how weights are quantised; None: nothing. Takes what is not quantization_config itself out of `raw`."""
+    text = raw.get("text_config")
+    found = [raw.get("quantization_config"), raw.pop("compression_config", None)]
+    if isinstance(text, dict) and "quantization_config" in text:
+        raw["text_config"] = {name: value for name, value in text.items() if name != "quantization_config"}
+        found.append(text["quantization_config"])
+    for given, method in zip(found, (None, "compressed-tensors", None), strict=False):
+        if given:
+            return {"quant_method": method, **given} if method and isinstance(given, Mapping) else given
+    files = ((directory / name, method) for name, method in QUANTIZATION_FILES.items())
+    return next(({"quant_method": method, **_json_object(path)} for path, method in files if path.is_file()), None)
 
 
 def _json_object(path: Path) -> dict[str, Any]:

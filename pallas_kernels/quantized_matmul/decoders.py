@@ -1,9 +1,10 @@
 """Numbers of 4 and 8 bits as bfloat16, in plain JAX, and by a few instructions for the two of a register. All but nf4 are exact.
 
 Register r of a word of packed codes (see `packed`) has the codes at bits b * r and b * r + 16, b bits each. `instructions` are PTX
-that turn a word $1 into that register $0; they may use the 32-bit registers of TEMPORARIES. Bits of a bfloat16: sign 15, exponent 14 to 7,
-mantissa 6 to 0. So 0x4300 | n is 128 + n for n below 128, and a small float whose exponent and mantissa are moved to the lower end
-of both fields is a subnormal or normal number that is a power of two too small.
+that turn a word $n into its registers $0 to $(n - 1), n = 16 / b; they may use the 32-bit registers of TEMPORARIES, and read the word
+after they wrote a register. Bits of a bfloat16: sign 15, exponent 14 to 7, mantissa 6 to 0. So 0x4300 | n is 128 + n for n below 128, and
+a small float whose exponent and mantissa are moved to the lower end of both fields is a subnormal or normal number that is a power of two
+too small.
 """
 
 import functools
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-TEMPORARIES = "a", "b", "c", "d", "m"
+TEMPORARIES = "a", "b", "c", "d", "m", "t0", "t1", "t2", "t3"
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
@@ -33,8 +34,14 @@ class Decoder:
     bits: int
     widen: Callable[[jax.Array], jax.Array]
     """From uint8 codes to bfloat16, any shape."""
-    instructions: Callable[[int], str]
-    """PTX for register r."""
+    instructions: str
+    """PTX for a word."""
+
+
+def _each(bits: int, instructions: Callable[[int], str]) -> str:
+    """The PTX of a word from what makes register r, $r, of the word, $w."""
+    count = 16 // bits
+    return " ".join(instructions(r).replace("$r", f"${r}").replace("$w", f"${count}") for r in range(count))
 
 
 def _widen_int4(codes: jax.Array) -> jax.Array:
@@ -44,7 +51,7 @@ def _widen_int4(codes: jax.Array) -> jax.Array:
 def _int4(r: int) -> str:
     """128 + code, less 136."""
     return (
-        f"shr.u32 a, $1, {4 * r}; lop3.b32 a, a, 0x000F000F, 0x43004300, {_AND_OR}; mov.b32 m, 0x43084308; sub.bf16x2 $0, a, m;"
+        f"shr.u32 a, $w, {4 * r}; lop3.b32 a, a, 0x000F000F, 0x43004300, {_AND_OR}; mov.b32 m, 0x43084308; sub.bf16x2 $r, a, m;"
     )
 
 
@@ -57,9 +64,9 @@ def _widen_e2m1(codes: jax.Array) -> jax.Array:
 def _e2m1(r: int) -> str:
     """Sign to bit 15, the rest to bits 8 to 6, times 2^126."""
     up = 6 - 4 * r
-    move = f"shl.b32 a, $1, {up};" if up > 0 else f"shr.u32 a, $1, {-up};"
-    sign = f"shl.b32 m, $1, {12 - 4 * r}; and.b32 m, m, 0x80008000; lop3.b32 a, a, 0x01C001C0, m, {_AND_OR};"
-    return f"{move} {sign} mov.b32 m, 0x7E807E80; mul.rn.bf16x2 $0, a, m;"
+    move = f"shl.b32 a, $w, {up};" if up > 0 else f"shr.u32 a, $w, {-up};"
+    sign = f"shl.b32 m, $w, {12 - 4 * r}; and.b32 m, m, 0x80008000; lop3.b32 a, a, 0x01C001C0, m, {_AND_OR};"
+    return f"{move} {sign} mov.b32 m, 0x7E807E80; mul.rn.bf16x2 $r, a, m;"
 
 
 def _widen_int8(codes: jax.Array) -> jax.Array:
@@ -68,8 +75,8 @@ def _widen_int8(codes: jax.Array) -> jax.Array:
 
 def _int8(r: int) -> str:
     """128 + the lower 7 bits, less 128 or, where the sign is set, 256."""
-    low = f"shr.u32 m, $1, {8 * r}; lop3.b32 a, m, 0x007F007F, 0x43004300, {_AND_OR};"
-    return f"{low} lop3.b32 m, m, 0x00800080, 0x43004300, {_AND_OR}; sub.bf16x2 $0, a, m;"
+    low = f"shr.u32 m, $w, {8 * r}; lop3.b32 a, m, 0x007F007F, 0x43004300, {_AND_OR};"
+    return f"{low} lop3.b32 m, m, 0x00800080, 0x43004300, {_AND_OR}; sub.bf16x2 $r, a, m;"
 
 
 def _widen_e4m3(codes: jax.Array) -> jax.Array:
@@ -78,8 +85,8 @@ def _widen_e4m3(codes: jax.Array) -> jax.Array:
 
 def _e4m3(r: int) -> str:
     """Sign at bit 15, the rest moved to bits 10 to 4, times 2^120. NaN becomes ±480."""
-    move = f"shl.b32 m, $1, {8 - 8 * r}; and.b32 a, m, 0x7F007F00; shr.u32 a, a, 4;"
-    return f"{move} lop3.b32 a, m, 0x80008000, a, {_AND_OR}; mov.b32 m, 0x7B807B80; mul.rn.bf16x2 $0, a, m;"
+    move = f"shl.b32 m, $w, {8 - 8 * r}; and.b32 a, m, 0x7F007F00; shr.u32 a, a, 4;"
+    return f"{move} lop3.b32 a, m, 0x80008000, a, {_AND_OR}; mov.b32 m, 0x7B807B80; mul.rn.bf16x2 $r, a, m;"
 
 
 def _widen_by_table(table: Sequence[float], codes: jax.Array) -> jax.Array:
@@ -88,27 +95,34 @@ def _widen_by_table(table: Sequence[float], codes: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, values).astype(jnp.bfloat16)
 
 
-def _by_table(table: Sequence[float], r: int) -> str:
-    """Lower and upper bytes apart: the lower three bits of both codes choose from each half of the table, the upper bits a half."""
+def _by_table(table: Sequence[float]) -> str:
+    """Four codes at a time, lower and upper bytes apart: the lower three bits of codes choose from each half of the table, the upper bits a
+    half. Then the bytes of the lower four codes and of the upper four are put together."""
     words = np.asarray(table, np.float32).astype(jnp.bfloat16).view(np.uint8).reshape(4, 4, 2)
-
-    def chosen(byte: int, target: str, other: str) -> str:
-        four = [f"0x{int.from_bytes(words[part, :, byte].tobytes(), 'little'):08X}" for part in range(4)]
-        halves = f"prmt.b32 {target}, {four[0]}, {four[1]}, a; prmt.b32 {other}, {four[2]}, {four[3]}, a;"
-        return f"{halves} prmt.b32 {target}, {target}, {other}, b;"
-
-    lower_bits = "and.b32 a, m, 0x00070007; shr.u32 b, a, 12; or.b32 a, a, b;"
-    upper_bits = "and.b32 b, m, 0x00080008; shr.u32 c, b, 1; shr.u32 b, b, 13; or.b32 b, b, c; or.b32 b, b, 0x10;"
-    places = f"shr.u32 m, $1, {4 * r}; {lower_bits} {upper_bits}"
-    return f"{places} {chosen(0, 'c', 'd')} {chosen(1, 'd', 'm')} prmt.b32 $0, c, d, 0x5140;"
+    # The places in both halves of the table, and which half: byte i of the first or of the second.
+    text = [f"and.b32 a, $4, 0x77777777; shr.u32 b, $4, 1; lop3.b32 b, b, 0x44444444, 0x32103210, {_AND_OR};"]
+    for four in range(2):
+        if four:
+            text.append("shr.u32 a, a, 16; shr.u32 b, b, 16;")
+        for byte in range(2):
+            parts = [f"0x{int.from_bytes(words[part, :, byte].tobytes(), 'little'):08X}" for part in range(4)]
+            text.append(f"prmt.b32 c, {parts[0]}, {parts[1]}, a; prmt.b32 d, {parts[2]}, {parts[3]}, a;")
+            text.append(f"prmt.b32 t{2 * four + byte}, c, d, b;")
+    # Of a register: lower and upper byte of a lower code, lower and upper byte of an upper one.
+    for r in range(4):
+        if r % 2 == 0:
+            selector = "0x5140" if r == 0 else "0x7362"
+            text.append(f"prmt.b32 c, t0, t1, {selector}; prmt.b32 d, t2, t3, {selector};")
+        text.append(f"prmt.b32 ${r}, c, d, {'0x7632' if r % 2 else '0x5410'};")
+    return " ".join(text)
 
 
 DECODERS = {
-    "int4": Decoder(4, _widen_int4, _int4),
-    "e2m1": Decoder(4, _widen_e2m1, _e2m1),
-    "nf4": Decoder(4, functools.partial(_widen_by_table, NF4), functools.partial(_by_table, NF4)),
-    "int8": Decoder(8, _widen_int8, _int8),
-    "e4m3": Decoder(8, _widen_e4m3, _e4m3),
+    "int4": Decoder(4, _widen_int4, _each(4, _int4)),
+    "e2m1": Decoder(4, _widen_e2m1, _each(4, _e2m1)),
+    "nf4": Decoder(4, functools.partial(_widen_by_table, NF4), _by_table(NF4)),
+    "int8": Decoder(8, _widen_int8, _each(8, _int8)),
+    "e4m3": Decoder(8, _widen_e4m3, _each(8, _e4m3)),
 }
 """By the name of the number. int4: code - 8. e2m1: OCP Microscaling Formats (MX) Specification 1.0. nf4: `NF4`, rounded.
 int8: two's complement. e4m3: float8_e4m3fn."""

@@ -1,9 +1,10 @@
 """Few rows times a packed weight, by Pallas Mosaic GPU (Hopper): bound by reading the weight.
 
     warpgroups 0 ...  (consumers)   a block of 64 outputs each
-    the last          (producer)    TMA copies of x, of words, scales and zeros in steps of 256 inputs
+    the last          (producer)    TMA copies of words, scales, zeros and x in steps of 256 inputs
 
-A CTA has as many blocks of outputs as consumers, and one of several equal parts of the inputs; its part of x stays in shared memory.
+A CTA has as many blocks of outputs as consumers, and one of several equal parts of the inputs, which a cluster of CTAs adds (see
+`result`).
 The transposed product is computed, weight @ x.T: a tile of the weight is decoded into registers, which wgmma takes as its first
 operand. Sums of groups of 128 inputs are scaled as they are, in float32; scales of smaller groups are multiplied with the decoded
 values. What lies outside of an array a copy fills with zeros: the last step and the last blocks need not be whole.
@@ -16,13 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels import _compat, row_copies
-from pallas_kernels.quantized_matmul import cta
+from pallas_kernels.quantized_matmul import cta, result
 from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
 from pallas_kernels.quantized_matmul.decoders import DECODERS
 from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, load_rows, of_tile, operand, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE, Packed
+from pallas_kernels.quantized_matmul.result import PARTS, Result
 from pallas_kernels.row_copies import Rows
 
 STEP_TILES = 4
@@ -32,12 +35,9 @@ SUMMED_GROUP = 128
 """Inputs of a group whose sums are scaled."""
 _WANTED_STAGE_BYTES = 96 << 10
 """In flight, of a core: fewer do not hide the latency of reading."""
-_ALL_CONSUMERS_ROWS = 16
-"""Rows up to which the sums fit into the registers of more than two consumers. With more, multiplying takes as long as reading, and half
-of the bytes in flight are enough."""
 _IDLE_BYTES = 48 << 10
 """Bytes that a core could read while a CTA begins and ends: an estimate."""
-_MIN_STAGES, _MAX_STAGES = 2, 6
+_MIN_STAGES, _MAX_STAGES = 2, 8
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,30 @@ class FewSizes:
     num_stages: int
 
 
-def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> FewSizes:
-    """Sizes with which each core reads the least of the weight, its CTAs one after the other.
+def pick_sizes(num_rows: int, weight: Packed, num_cores: int, itemsize: int = 2) -> FewSizes:
+    """Sizes with which each core reads the least of the weight, its CTAs one after the other. itemsize: bytes of a result.
 
     Raises ValueError for more rows than shared memory holds in any way.
     """
     num_blocks, num_steps = weight.words.shape[0], pl.cdiv(weight.words.shape[1], STEP_TILES)
     best: tuple[tuple[int, ...], FewSizes] | None = None
-    is_bound_by_reading = num_rows <= _ALL_CONSUMERS_ROWS
-    wanted_bytes = _WANTED_STAGE_BYTES if is_bound_by_reading else _WANTED_STAGE_BYTES // 2
-    for num_consumers in (4, 3, 2) if is_bound_by_reading else (2,):
-        for wanted_parts in range(1, num_steps + 1):
-            steps = pl.cdiv(num_steps, wanted_parts)
-            num_parts = pl.cdiv(num_steps, steps)
+    for num_consumers in (4, 3, 2):
+        for num_parts in PARTS:
+            steps = pl.cdiv(num_steps, num_parts)
+            if steps * (num_parts - 1) >= num_steps:
+                break
             stage = _stage_bytes(weight, num_consumers)
-            fixed = 2 * num_rows * steps * STEP + 4 * num_consumers * TILE * num_rows + RESERVED_BYTES
-            num_stages = min((SMEM_BYTES - fixed) // stage, _MAX_STAGES)
+            room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, num_rows, num_parts, itemsize)
+            num_stages = min(room // (stage + 2 * num_rows * STEP), _MAX_STAGES)
             if num_stages < _MIN_STAGES:
                 continue
             num_turns = pl.cdiv(pl.cdiv(num_blocks, num_consumers) * num_parts, num_cores)
-            is_shallow = num_stages * stage < min(wanted_bytes, steps * stage)
+            is_shallow = num_stages * stage < min(_WANTED_STAGE_BYTES, steps * stage)
             cost = (is_shallow, num_turns * (steps * stage + _IDLE_BYTES), num_parts)
             if best is None or cost < best[0]:
                 best = cost, FewSizes(num_consumers, num_parts, min(num_stages, steps))
     if best is None:
-        raise ValueError(f"{num_rows} rows of {weight.num_inputs} inputs do not fit into shared memory in any number of parts")
+        raise ValueError(f"{num_rows} rows do not fit into shared memory in any way")
     return best[1]
 
 
@@ -83,16 +82,12 @@ def _stage_bytes(weight: Packed, num_consumers: int) -> int:
     return num_consumers * (STEP * TILE * DECODERS[weight.number].bits // 8 + of_vectors)
 
 
-def product(x_MK: jax.Array, weight: Packed, *, sizes: FewSizes | None = None, interpret: Any = False) -> jax.Array:
-    """float32 [M, N]: x @ weight.T, M a multiple of 8, K the inputs of the weight."""
-    sizes = sizes or pick_sizes(x_MK.shape[0], weight, _compat.num_cores())
-    # In a fixed order, in the pass that transposes them.
-    sums_MN = jnp.sum(_partial_sums(x_MK, weight, sizes, interpret), axis=0).T
-    return sums_MN if weight.factor is None else sums_MN * weight.factor
-
-
-def _partial_sums(x_MK: jax.Array, weight: Packed, sizes: FewSizes, interpret: Any) -> jax.Array:
-    """float32 [parts, N, M], without the factor."""
+def product(
+    x_MK: jax.Array, weight: Packed, *, dtype: DTypeLike | None = None, sizes: FewSizes | None = None, interpret: Any = False
+) -> jax.Array:
+    """[M, N] in dtype, by default that of x: x @ weight.T, M a multiple of 8, K the inputs of the weight."""
+    dtype = jnp.dtype(dtype or x_MK.dtype)
+    sizes = sizes or pick_sizes(x_MK.shape[0], weight, _compat.num_cores(), dtype.itemsize)
     plgpu = _compat.mosaic()
     num_rows, vectors = x_MK.shape[0], cta.vectors(weight)
     num_steps = pl.cdiv(pl.cdiv(weight.words.shape[1], STEP_TILES), sizes.num_parts)
@@ -100,21 +95,24 @@ def _partial_sums(x_MK: jax.Array, weight: Packed, sizes: FewSizes, interpret: A
     ring = sizes.num_stages, sizes.num_consumers
     scratch = {
         "words_smem": plgpu.SMEM((*ring, STEP_TILES * word_rows(DECODERS[weight.number].bits), WORD_COLUMNS), jnp.int32),
-        "x_smem": plgpu.SMEM((num_rows, num_steps * STEP), x_MK.dtype, transforms=swizzled),
-        "out_smem": plgpu.SMEM((sizes.num_consumers, TILE, num_rows), jnp.float32),
-        "x_full": plgpu.Barrier(),
-        "full": plgpu.Barrier(num_arrivals=sizes.num_consumers * (1 + len(vectors)), num_barriers=sizes.num_stages),
+        "x_smem": plgpu.SMEM((sizes.num_stages, num_rows, STEP), x_MK.dtype, transforms=swizzled),
+        "full": plgpu.Barrier(num_arrivals=2 + len(vectors), num_barriers=sizes.num_stages),
         "free": plgpu.Barrier(num_arrivals=sizes.num_consumers, num_barriers=sizes.num_stages),
     }
     scratch |= {
-        f"{name}_smem": plgpu.SMEM((*ring, cta.num_groups(weight, STEP), TILE), vector.dtype)
+        f"{name}_smem": plgpu.SMEM((sizes.num_stages, cta.num_groups(weight, STEP), sizes.num_consumers * TILE), vector.dtype)
         for name, vector in vectors.items()
     }
+    of_result = result.scratch(sizes.num_consumers, num_rows, sizes.num_parts, dtype, interpret)
+    scratch |= of_result
+    factors = () if weight.factor is None else (weight.factor,)
     if interpret:
         scratch["interpreted_smem"] = plgpu.SMEM((sizes.num_consumers, SUMMED_GROUP // TILE, TILE, TILE), x_MK.dtype)
 
     def body(words_ref: Any, x_ref: Any, *refs: Any) -> None:
-        own, (out_ref, *others) = refs[: len(vectors)], refs[len(vectors) :]
+        own, refs = refs[: len(vectors)], refs[len(vectors) :]
+        factor_refs, (out_ref, *others) = refs[: len(factors)], refs[len(factors) :]
+        smem = dict(zip(scratch, others, strict=True))
         _Few(
             plgpu=plgpu,
             number=weight.number,
@@ -124,21 +122,27 @@ def _partial_sums(x_MK: jax.Array, weight: Packed, sizes: FewSizes, interpret: A
             words_ref=words_ref,
             x_ref=x_ref,
             vector_refs=dict(zip(vectors, own, strict=True)),
-            out_ref=out_ref,
-            smem=dict(zip(scratch, others, strict=True)),
+            result=Result(
+                out_ref=out_ref,
+                factor_ref=factor_refs[0] if factors else None,
+                num_blocks=weight.words.shape[0],
+                num_parts=sizes.num_parts,
+                **{name: smem[name] for name in of_result},
+            ),
+            smem=smem,
         ).run()
 
-    return plgpu.kernel(
+    returned = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((sizes.num_parts, weight.num_outputs, num_rows), jnp.float32),
+        out_type=result.type_of(num_rows, weight.num_outputs, sizes.num_parts, dtype, interpret),
         scratch_types=list(scratch.values()),
-        grid=(pl.cdiv(weight.words.shape[0], sizes.num_consumers), sizes.num_parts),
-        grid_names=("blocks", "part"),
+        **result.axes(pl.cdiv(weight.words.shape[0], sizes.num_consumers), "blocks", sizes.num_parts, interpret),
         num_threads=sizes.num_consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"),
-    )(cta.words(weight), x_MK, *vectors.values())
+    )(cta.words(weight), x_MK, *vectors.values(), *factors)
+    return result.finished(returned, weight.factor, dtype)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class _Few:
     words_ref: Any  # [N / 64, tiles * word rows, 256]
     x_ref: Any  # [M, K]
     vector_refs: dict[str, Any]  # [K / group, N]
-    out_ref: Any  # [parts, N, M]
+    result: Result
     smem: dict[str, Any]
 
     def run(self) -> None:
@@ -181,44 +185,36 @@ class _Few:
 
     def produce(self) -> None:
         part, num_rows, full, free = lax.axis_index("part"), self.x_ref.shape[0], self.smem["full"], self.smem["free"]
-        inputs = pl.ds(part * self.num_steps * STEP, self.num_steps * STEP)
-        row_copies.load(self.x_ref, Rows(0, num_rows, num_rows), self.smem["x_smem"], self.smem["x_full"], after=(inputs,))
 
         @pl.loop(0, self.num_steps)
         def _(step):
             slot, source = self.slot(step), part * self.num_steps + step
             pl.when(step >= self.sizes.num_stages)(lambda: self.plgpu.barrier_wait(free.at[slot]))
-            for consumer in range(self.sizes.num_consumers):
-                block = self.block(consumer)
-                self.load(self.words_ref, source, self.smem["words_smem"].at[slot, consumer], full.at[slot], before=(block,))
-                for name, ref in self.vector_refs.items():
-                    target = self.smem[f"{name}_smem"].at[slot, consumer]
-                    self.load(ref, source, target, full.at[slot], after=(pl.ds(block * TILE, TILE),))
+            # One copy for all consumers: the producer is slow to begin one.
+            first, num_consumers = self.block(0), self.sizes.num_consumers
+            words_smem = self.smem["words_smem"].at[slot]
+            rows = Rows(source, words_smem.shape[1], words_smem.shape[1])
+            row_copies.load(self.words_ref, rows, words_smem, full.at[slot], before=(pl.ds(first, num_consumers),))
+            for name, ref in self.vector_refs.items():
+                target, outputs = self.smem[f"{name}_smem"].at[slot], pl.ds(first * TILE, num_consumers * TILE)
+                rows = Rows(source, target.shape[0], target.shape[0])
+                row_copies.load(ref, rows, target, full.at[slot], after=(outputs,))
+            x_smem, inputs = self.smem["x_smem"].at[slot], pl.ds(source * STEP, STEP)
+            row_copies.load(self.x_ref, Rows(0, num_rows, num_rows), x_smem, full.at[slot], after=(inputs,))
 
         # What the consumers still release must have arrived before the barriers go.
         @pl.loop(max(self.num_steps - self.sizes.num_stages, 0), self.num_steps)
         def _(step):
             self.plgpu.barrier_wait(free.at[self.slot(step)])
 
-    def load(self, source: Any, step: Any, target: Any, barrier: Any, **around: Any) -> None:
-        """The rows of a step."""
-        size = target.shape[0]
-        row_copies.load(source, Rows(step, size, size), target, barrier, **around)
+        self.result.pass_by()
 
     # Consumers
 
     def consume(self, wg: Any) -> None:
-        self.plgpu.barrier_wait(self.smem["x_full"])
         sums = self.scaled_sums(wg) if self.group == SUMMED_GROUP else self.plain_sums(wg)
-        out_smem, block = self.smem["out_smem"].at[wg], self.block(wg)
-        out_smem[...] = sums
-        self.plgpu.commit_smem()
-
-        @pl.when(block < self.words_ref.shape[0])
-        def _():
-            row_copies.store(out_smem, self.out_ref, Rows(block, TILE, TILE), before=(lax.axis_index("part"),))
-
-        self.plgpu.wait_smem_to_gmem(0)
+        self.result.write(wg, self.block(wg), Rows(0, self.x_ref.shape[0], self.x_ref.shape[0]), sums)
+        self.result.leave()
 
     def scaled_sums(self, wg: Any) -> jax.Array:
         """float32 [64, M]. A group is decoded while the tensor cores multiply the one before; at a step's end they have read all of it."""
@@ -237,9 +233,9 @@ class _Few:
                 sums, upcoming = total, operands(slot, 0)
                 for group, sum_ref in enumerate(sum_refs):
                     for tile, a in enumerate(upcoming, group * tiles):
-                        plgpu.wgmma(sum_ref, a, self.x_tile(index, tile))
+                        plgpu.wgmma(sum_ref, a, self.x_tile(slot, tile))
                     upcoming = operands(slot, group + 1) if group + 1 < len(sum_refs) else []
-                    scale = load_rows(self.smem["scale_smem"].at[slot, wg, group]).astype(jnp.float32)
+                    scale = load_rows(self.vector("scale", wg, slot).at[group]).astype(jnp.float32)
                     sums += sum_ref[...] * by_rows(scale, num_rows)
                 return sums
 
@@ -261,7 +257,7 @@ class _Few:
                 slot = self.slot(step)
                 plgpu.barrier_wait(self.smem["full"].at[slot])
                 for tile in range(STEP_TILES):
-                    plgpu.wgmma(sum_ref, self.operand(wg, slot, tile), self.x_tile(step, tile))
+                    plgpu.wgmma(sum_ref, self.operand(wg, slot, tile), self.x_tile(slot, tile))
                 plgpu.wgmma_wait(0)  # before registers of operands are written again
                 plgpu.barrier_arrive(self.smem["free"].at[slot])
 
@@ -274,13 +270,17 @@ class _Few:
 
         def vectors(name: str) -> list[jax.Array]:
             is_there = name in self.vector_refs and not (name == "scale" and self.group == SUMMED_GROUP)
-            return of_tile(self.smem[f"{name}_smem"].at[slot, wg], self.group or STEP, tile) if is_there else []
+            return of_tile(self.vector(name, wg, slot), self.group or STEP, tile) if is_there else []
 
         interpreted = self.smem.get("interpreted_smem")
         interpreted = interpreted if interpreted is None else interpreted.at[wg, tile % interpreted.shape[1]]
         words_smem = self.smem["words_smem"].at[slot, wg]
         return operand(self.number, words_smem, tile, vectors("scale"), vectors("zero"), interpreted)
 
-    def x_tile(self, step: Any, tile: int) -> Any:
+    def vector(self, name: str, wg: Any, slot: Any) -> Any:
+        """The scales or zeros of a step, [groups, 64]."""
+        return self.smem[f"{name}_smem"].at[slot, :, pl.ds(wg * TILE, TILE)]
+
+    def x_tile(self, slot: Any, tile: int) -> Any:
         """[64, M] of x.T."""
-        return self.smem["x_smem"].at[:, pl.ds(step * STEP + tile * TILE, TILE)].transpose((1, 0))
+        return self.smem["x_smem"].at[slot, :, pl.ds(tile * TILE, TILE)].transpose((1, 0))

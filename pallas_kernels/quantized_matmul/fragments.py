@@ -22,6 +22,9 @@ WORD_COLUMNS = 256
 """Columns of an array of words in the kernels: no box of a copy is wider."""
 _PRODUCTS, _REGISTERS = 4, 4
 """Products of 64 x 16 of a tile, and registers of a thread for each."""
+THREADS = 128
+CHUNK, FOUR = 8, 4
+"""Columns of sums of which a thread has four values."""
 
 
 def word_rows(bits: int) -> int:
@@ -66,10 +69,8 @@ def _in_registers(
                 found = _by_rows(found, vectors, operation)
         registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((TILE, TILE)), dtype=object)
         for index in np.ndindex(registers.shape):
-            # [1, 8 inputs each, ..., 8 outputs each, ...]: of two registers that are 8 outputs apart.
             eight = index[1]
-            (half,) = (i for i, size in zip(index[2:], registers.shape[2:], strict=True) if size == 2)
-            registers[index] = found[eight // 2][half + 2 * (eight % 2)]
+            registers[index] = found[eight // 2][_half(index, registers.shape) + 2 * (eight % 2)]
         return fa.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
     return decode(words_smem, list(scales), list(zeros))
@@ -84,9 +85,11 @@ def _decoded(decoder: Decoder, words_ref: Any, tile: int) -> list[list[Any]]:
     def constant(value: int) -> Any:
         return arith.constant(i32, value)
 
-    thread = arith.remui(utils.thread_idx(), constant(128))
+    thread = arith.remui(utils.thread_idx(), constant(THREADS))
     column = arith.muli(arith.andi(thread, constant(63)), constant(4))
     registers_of_word = 16 // decoder.bits
+    outputs = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * registers_of_word)})>")
+    text = f"{{ .reg .b32 {', '.join(TEMPORARIES)}; {decoder.instructions} }}"
     found = []
     for plane in range(decoder.bits // 4):
         row = arith.addi(constant(tile * word_rows(decoder.bits) + 2 * plane), arith.shrui(thread, constant(6)))
@@ -94,9 +97,9 @@ def _decoded(decoder: Decoder, words_ref: Any, tile: int) -> list[list[Any]]:
         four = vector.load(ir.VectorType.get((4,), i32), words_ref, place)
         for word in range(4):
             value = vector.extract(four, [], [word])
-            for register in range(registers_of_word):
-                text = f"{{ .reg .b32 {', '.join(TEMPORARIES)}; {decoder.instructions(register)} }}"
-                found.append(utils.bitcast(llvm.inline_asm(i32, [value], text, "=r,r"), pair))
+            # No register shares a place with the word, which is read to the end.
+            registers = llvm.inline_asm(outputs, [value], text, ",".join(["=&r"] * registers_of_word + ["r"]))
+            found += [utils.bitcast(llvm.extractvalue(i32, registers, [i]), pair) for i in range(registers_of_word)]
     return [found[start : start + _REGISTERS] for start in range(0, _PRODUCTS * _REGISTERS, _REGISTERS)]
 
 
@@ -126,6 +129,90 @@ def of_tile(vectors_smem: Any, group: int, tile: int) -> list[jax.Array]:
     """Scales or zeros of a tile, as `operand` takes them. vectors_smem: [groups, 64] of consecutive groups, from that of tile 0 on."""
     first, count = tile * TILE // group, max(1, TILE // group)
     return [load_rows(vectors_smem.at[row]).astype(jnp.bfloat16) for row in range(first, first + count)]
+
+
+def keep_sums(sums: jax.Array, sums_smem: Any) -> None:
+    """Put float32 [64, M] in the layout WGMMA into shared memory, [M / CHUNK, THREADS, FOUR]: a thread's own values side by side."""
+    plgpu = _compat.mosaic()
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def keep(_: Any, sums: Any, sums_ref: Any) -> None:
+        ir, (_, llvm, vector), _ = _mlir()
+        for chunk, pairs in enumerate(_by_chunk(sums.registers)):
+            values = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
+            place = _address(sums_ref, chunk * THREADS * FOUR * 4)
+            text = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), [place, *values], text, "r,f,f,f,f,~{memory}", has_side_effects=True)
+
+    keep(sums, sums_smem)
+
+
+def add_parts(chunk_smem: Any, num_parts: int) -> jax.Array:
+    """float32 [64, CHUNK] in the layout WGMMA: the sum of what each CTA of the cluster has in this place, in their order.
+
+    chunk_smem: [THREADS, FOUR] of `keep_sums`.
+    """
+    plgpu, fa = _compat.mosaic(), importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
+    shape = TILE, CHUNK
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    )
+    def add(_: Any, chunk_ref: Any) -> Any:
+        ir, (arith, llvm, vector), _ = _mlir()
+        f32, place = ir.F32Type.get(), _address(chunk_ref, 0)
+        total: list[Any] = []
+        for part in range(num_parts):
+            text = (
+                f"{{ .reg .b32 p; mapa.shared::cluster.u32 p, $4, {part}; ld.shared::cluster.v4.f32 {{$0, $1, $2, $3}}, [p]; }}"
+            )
+            four = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+            loaded = llvm.inline_asm(four, [place], text, "=f,=f,=f,=f,r,~{memory}", has_side_effects=True)
+            values = [llvm.extractvalue(f32, loaded, [i]) for i in range(FOUR)]
+            total = [arith.addf(x, y) for x, y in zip(total, values, strict=True)] if total else values
+        pair = ir.VectorType.get((2,), f32)
+        registers = np.empty(fa.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+        for index in np.ndindex(registers.shape):
+            half = _half(index, registers.shape)
+            registers[index] = vector.from_elements(pair, total[2 * half : 2 * half + 2])
+        return fa.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
+
+    return add(chunk_smem)
+
+
+def synchronize_cluster() -> None:
+    """Wait until all threads of the cluster's CTAs are here; what they wrote before is seen after."""
+
+    @_compat.mosaic().inline_mgpu()
+    def synchronize(_: Any) -> None:
+        ir, (_, llvm, _), _ = _mlir()
+        text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "~{memory}", has_side_effects=True)
+
+    synchronize()
+
+
+def _address(ref: Any, offset: int) -> Any:
+    """Of this thread's FOUR values from a place of shared memory on, as an integer."""
+    ir, (arith, llvm, _), utils = _mlir()
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.remui(utils.thread_idx(), arith.constant(i32, THREADS))
+    own = arith.addi(arith.muli(thread, arith.constant(i32, FOUR * 4)), arith.constant(i32, offset))
+    return arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(ref)), own)
+
+
+def _by_chunk(registers: np.ndarray) -> list[list[Any]]:
+    """Registers of [64, M] in the layout WGMMA: of each CHUNK columns the two, 8 rows apart."""
+    found: list[list[Any]] = [[None, None] for _ in range(registers.shape[1])]
+    for index in np.ndindex(registers.shape):
+        found[index[1]][_half(index, registers.shape)] = registers[index]
+    return found
+
+
+def _half(index: Sequence[int], shape: Sequence[int]) -> int:
+    """Of a register in the layout WGMMA, [1, 8 columns each, ..., 8 rows each, ...]: which of two that are 8 rows apart."""
+    (half,) = (i for i, size in zip(index[2:], shape[2:], strict=True) if size == 2)
+    return half
 
 
 def load_rows(vector_ref: Any) -> jax.Array:

@@ -9,7 +9,8 @@ decodes and scales a tile of the weight, the tensor cores multiply the other's. 
 or does not write.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +20,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat, row_copies
-from pallas_kernels.quantized_matmul import cta
+from pallas_kernels.quantized_matmul import cta, result
 from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
 from pallas_kernels.quantized_matmul.decoders import DECODERS
-from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, of_tile, operand, word_rows
+from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, of_tile, operand, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE, Packed
+from pallas_kernels.quantized_matmul.result import PARTS, Result
 from pallas_kernels.row_copies import Rows
 
-NUM_CONSUMERS = 2
 ALIGNMENT = 8  # rows of a swizzle tile
-MAX_TILE_ROWS = 256
+MAX_TILE_ROWS = {2: 256, 3: 128, 4: 64}
+"""By the number of consumers: the sums fit into their registers."""
+_MIN_TILE_ROWS = 16
+_MIN_STAGES = 3
+_MIN_STEPS = 8
+"""Of a part."""
+_ITEM_CYCLES = 5000
+_PARTS_CYCLES = 2500
 STEPS = 2
 """Steps of an iteration. Registers that a product in flight still reads belong to the other one: with one step an iteration they would
 be written again too early, which nothing reports (results are wrong)."""
@@ -37,85 +45,129 @@ _MAX_STAGES = 12
 
 @dataclass(frozen=True)
 class ManySizes:
-    """Rows of a tile, and stages of the ring."""
+    """Consumers of a CTA, rows of a tile, parts of the inputs, and stages of the ring."""
 
+    num_consumers: int
     tile_rows: int
+    num_parts: int
     num_stages: int
 
 
-def num_items(num_rows: int, num_blocks: int, tile_rows: int) -> int:
-    """Pairs of blocks of outputs, times tiles of rows."""
-    return pl.cdiv(num_blocks, NUM_CONSUMERS) * pl.cdiv(num_rows, tile_rows)
+def num_items(num_rows: int, num_blocks: int, sizes: ManySizes) -> int:
+    """Blocks of outputs by consumers, times tiles of rows."""
+    return pl.cdiv(num_blocks, sizes.num_consumers) * pl.cdiv(num_rows, sizes.tile_rows)
 
 
-def pick_sizes(num_rows: int, weight: Packed) -> ManySizes:
-    """The fewest equal tiles of rows, and as many stages as fit."""
-    tile_rows = pl.cdiv(pl.cdiv(num_rows, pl.cdiv(num_rows, MAX_TILE_ROWS)), ALIGNMENT) * ALIGNMENT
-    words = NUM_CONSUMERS * TILE * TILE * DECODERS[weight.number].bits // 8
-    groups = cta.num_groups(weight, TILE)
-    vectors = sum(NUM_CONSUMERS * TILE * groups * vector.dtype.itemsize for vector in cta.vectors(weight).values())
-    room = SMEM_BYTES - RESERVED_BYTES - 2 * NUM_CONSUMERS * tile_rows * TILE
-    return ManySizes(tile_rows, min(_MAX_STAGES, room // (2 * tile_rows * TILE + words + vectors)))
+def num_steps(weight: Packed, sizes: ManySizes) -> int:
+    """Steps of a part of the inputs, a multiple of STEPS."""
+    return pl.cdiv(weight.words.shape[1], sizes.num_parts * STEPS) * STEPS
+
+
+def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> ManySizes:
+    """The sizes that are estimated to be the fastest."""
+
+    def cycles(sizes: ManySizes) -> float:
+        num_turns = pl.cdiv(num_items(num_rows, weight.words.shape[0], sizes) * sizes.num_parts, num_cores)
+        steps = num_steps(weight, sizes) * _cycles(sizes.num_consumers, sizes.tile_rows)
+        return num_turns * (steps + _ITEM_CYCLES) + _PARTS_CYCLES * (sizes.num_parts > 1)
+
+    return min(_candidates(num_rows, weight, num_cores), key=cycles)
+
+
+def _candidates(num_rows: int, weight: Packed, num_cores: int) -> Iterator[ManySizes]:
+    """Equal tiles of rows, parts where there are cores for all, and as many stages as fit."""
+    for num_consumers, max_tile_rows in MAX_TILE_ROWS.items():
+        for num_tiles in range(pl.cdiv(num_rows, max_tile_rows), pl.cdiv(num_rows, _MIN_TILE_ROWS) + 1):
+            tile_rows = pl.cdiv(pl.cdiv(num_rows, num_tiles), ALIGNMENT) * ALIGNMENT
+            for num_parts in PARTS:
+                sizes = ManySizes(num_consumers, tile_rows, num_parts, 0)
+                num_ctas = num_parts * num_items(num_rows, weight.words.shape[0], sizes)
+                if num_parts > 1 and (num_ctas > num_cores or num_steps(weight, sizes) < _MIN_STEPS):
+                    break
+                room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, tile_rows, num_parts, 2)
+                num_stages = min(_MAX_STAGES, room // _stage_bytes(weight, num_consumers, tile_rows))
+                if num_stages >= _MIN_STAGES:
+                    yield replace(sizes, num_stages=num_stages)
+
+
+def _cycles(num_consumers: int, tile_rows: int) -> float:
+    """Estimated cycles of a step, from what was measured."""
+    return 120 + max(400, 2.2 * tile_rows * num_consumers)
+
+
+def _stage_bytes(weight: Packed, num_consumers: int, tile_rows: int) -> int:
+    of_words = TILE * TILE * DECODERS[weight.number].bits // 8
+    of_vectors = sum(TILE * cta.num_groups(weight, TILE) * vector.dtype.itemsize for vector in cta.vectors(weight).values())
+    return 2 * tile_rows * TILE + num_consumers * (of_words + of_vectors)
 
 
 def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, interpret: Any = False) -> jax.Array:
     """bfloat16 [T, N]: x @ weight.T, T a multiple of 8, K the inputs of the weight."""
     plgpu = _compat.mosaic()
     num_rows = x_TK.shape[0]
-    sizes = sizes or pick_sizes(num_rows, weight)
+    sizes = sizes or pick_sizes(num_rows, weight, _compat.num_cores())
+    num_consumers, num_parts = sizes.num_consumers, sizes.num_parts
     vectors = cta.vectors(weight)
+    if x_TK.shape[1] == TILE:
+        # A copy leaves out what an array has one tile of, and its start too: without a second tile, the steps past the last read the first.
+        x_TK = jnp.pad(x_TK, ((0, 0), (0, TILE)))
+    num_all_items = num_items(num_rows, weight.words.shape[0], sizes)
     factors = () if weight.factor is None else (weight.factor,)
-    num_ctas = 2 if interpret else _compat.num_cores()
+    num_ctas = num_all_items if num_parts > 1 else 2 if interpret else _compat.num_cores()
 
-    def swizzled(*shape: int) -> Any:
-        transforms = (plgpu.TilingTransform((ALIGNMENT, TILE)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, x_TK.dtype, transforms=transforms)
-
+    swizzled = plgpu.TilingTransform((ALIGNMENT, TILE)), plgpu.SwizzleTransform(128)
     stages = sizes.num_stages
-    num_copies = 1 + NUM_CONSUMERS * (1 + len(vectors))
     scratch = {
-        "words_smem": plgpu.SMEM((stages, NUM_CONSUMERS, word_rows(DECODERS[weight.number].bits), WORD_COLUMNS), jnp.int32),
-        "x_smem": swizzled(stages, sizes.tile_rows, TILE),
-        "out_smem": swizzled(NUM_CONSUMERS, sizes.tile_rows, TILE),
-        "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
-        "free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
+        "words_smem": plgpu.SMEM((stages, num_consumers, word_rows(DECODERS[weight.number].bits), WORD_COLUMNS), jnp.int32),
+        "x_smem": plgpu.SMEM((stages, sizes.tile_rows, TILE), x_TK.dtype, transforms=swizzled),
+        "full": plgpu.Barrier(num_arrivals=2 + len(vectors), num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=stages),
     }
     groups = cta.num_groups(weight, TILE)
     scratch |= {
-        f"{name}_smem": plgpu.SMEM((stages, NUM_CONSUMERS, groups, TILE), vector.dtype) for name, vector in vectors.items()
+        f"{name}_smem": plgpu.SMEM((stages, groups, num_consumers * TILE), vector.dtype) for name, vector in vectors.items()
     }
+    of_result = result.scratch(num_consumers, sizes.tile_rows, num_parts, x_TK.dtype, interpret)
+    scratch |= of_result
     if interpret:
-        scratch["interpreted_smem"] = plgpu.SMEM((NUM_CONSUMERS, TILE, TILE), x_TK.dtype)
+        scratch["interpreted_smem"] = plgpu.SMEM((num_consumers, TILE, TILE), x_TK.dtype)
 
     def body(words_ref: Any, x_ref: Any, *refs: Any) -> None:
         own, refs = refs[: len(vectors)], refs[len(vectors) :]
         factor_refs, (out_ref, *others) = refs[: len(factors)], refs[len(factors) :]
+        smem = dict(zip(scratch, others, strict=True))
         _Many(
             plgpu=plgpu,
             number=weight.number,
             group=weight.group,
             sizes=sizes,
+            num_items=num_all_items,
             num_ctas=num_ctas,
-            num_steps=pl.cdiv(weight.words.shape[1], STEPS) * STEPS,
+            num_steps=num_steps(weight, sizes),
             words_ref=words_ref,
             x_ref=x_ref,
             vector_refs=dict(zip(vectors, own, strict=True)),
-            factor_ref=factor_refs[0] if factors else None,
-            out_ref=out_ref,
-            smem=dict(zip(scratch, others, strict=True)),
+            result=Result(
+                out_ref=out_ref,
+                factor_ref=factor_refs[0] if factors else None,
+                num_blocks=weight.words.shape[0],
+                num_parts=num_parts,
+                **{name: smem[name] for name in of_result},
+            ),
+            smem=smem,
         ).run()
 
-    return plgpu.kernel(
+    returned = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_rows, weight.num_outputs), x_TK.dtype),
+        out_type=result.type_of(num_rows, weight.num_outputs, num_parts, x_TK.dtype, interpret),
         scratch_types=list(scratch.values()),
-        grid=(num_ctas,),
-        grid_names=("cta",),
-        num_threads=NUM_CONSUMERS + 1,
+        **result.axes(num_ctas, "cta", num_parts, interpret),
+        num_threads=num_consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"),
     )(cta.words(weight), x_TK, *vectors.values(), *factors)
+    return result.finished(returned, weight.factor, x_TK.dtype)
 
 
 @dataclass(frozen=True)
@@ -126,42 +178,38 @@ class _Many:
     number: str
     group: int | None
     sizes: ManySizes
+    num_items: int
     num_ctas: int
+    """Without parts; else the clusters."""
     num_steps: int
-    """Steps of an item, a multiple of STEPS."""
+    """Steps of a part of an item, a multiple of STEPS."""
     words_ref: Any  # [N / 64, tiles * word rows, 256]
     x_ref: Any  # [T, K]
     vector_refs: dict[str, Any]  # [K / group, N]
-    factor_ref: Any  # [N] or None
-    out_ref: Any  # [T, N]
+    result: Result
     smem: dict[str, Any]
 
     def run(self) -> None:
         wg = lax.axis_index("wg")
 
-        @pl.when(wg < NUM_CONSUMERS)
+        @pl.when(wg < self.sizes.num_consumers)
         def _():
-            self.plgpu.set_max_registers(consumer_registers(NUM_CONSUMERS), action="increase")
+            self.plgpu.set_max_registers(consumer_registers(self.sizes.num_consumers), action="increase")
             self.consume(wg)
 
-        @pl.when(wg == NUM_CONSUMERS)
+        @pl.when(wg == self.sizes.num_consumers)
         def _():
             self.plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             self.produce()
 
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of blocks of outputs."""
-        return pl.cdiv(self.words_ref.shape[0], NUM_CONSUMERS)
-
     def num_my_items(self) -> Any:
-        num_all = num_items(self.x_ref.shape[0], self.words_ref.shape[0], self.sizes.tile_rows)
-        return lax.div(num_all - lax.axis_index("cta") + (self.num_ctas - 1), self.num_ctas)
+        return lax.div(self.num_items - lax.axis_index("cta") + (self.num_ctas - 1), self.num_ctas)
 
     def item(self, turn: Any) -> tuple[Any, Any]:
         """The first block of outputs, and the tile of rows."""
-        index = turn * self.num_ctas + lax.axis_index("cta")
-        return lax.rem(index, self.num_pairs) * NUM_CONSUMERS, lax.div(index, self.num_pairs)
+        index, num_consumers = turn * self.num_ctas + lax.axis_index("cta"), self.sizes.num_consumers
+        per_tile = pl.cdiv(self.words_ref.shape[0], num_consumers)
+        return lax.rem(index, per_tile) * num_consumers, lax.div(index, per_tile)
 
     def rows(self, tile: Any) -> Rows:
         size = self.sizes.tile_rows
@@ -174,24 +222,24 @@ class _Many:
 
     def produce(self) -> None:
         full, free, stages = self.smem["full"], self.smem["free"], self.sizes.num_stages
-        num_all = self.num_my_items() * self.num_steps
+        num_all, before = self.num_my_items() * self.num_steps, lax.axis_index("part") * self.num_steps
 
         @pl.loop(0, num_all)
         def _(index):
             (first, tile), step, slot = (
                 self.item(lax.div(index, self.num_steps)),
-                lax.rem(index, self.num_steps),
+                before + lax.rem(index, self.num_steps),
                 self.slot(index),
             )
             pl.when(index >= stages)(lambda: self.plgpu.barrier_wait(free.at[slot]))
-            for consumer in range(NUM_CONSUMERS):
-                words_smem = self.smem["words_smem"].at[slot, consumer]
-                rows = Rows(step, words_smem.shape[0], words_smem.shape[0])
-                row_copies.load(self.words_ref, rows, words_smem, full.at[slot], before=(first + consumer,))
-                for name, ref in self.vector_refs.items():
-                    target = self.smem[f"{name}_smem"].at[slot, consumer]
-                    outputs = pl.ds((first + consumer) * TILE, TILE)
-                    row_copies.load(ref, self.groups(step, target.shape[0]), target, full.at[slot], after=(outputs,))
+            # One copy for all consumers: the producer is slow to begin one.
+            words_smem, num_consumers = self.smem["words_smem"].at[slot], self.sizes.num_consumers
+            rows = Rows(step, words_smem.shape[1], words_smem.shape[1])
+            row_copies.load(self.words_ref, rows, words_smem, full.at[slot], before=(pl.ds(first, num_consumers),))
+            for name, ref in self.vector_refs.items():
+                target = self.smem[f"{name}_smem"].at[slot]
+                outputs = pl.ds(first * TILE, num_consumers * TILE)
+                row_copies.load(ref, self.groups(step, target.shape[0]), target, full.at[slot], after=(outputs,))
             inputs = pl.ds(step * TILE, TILE)
             row_copies.load(self.x_ref, self.rows(tile), self.smem["x_smem"].at[slot], full.at[slot], after=(inputs,))
 
@@ -199,6 +247,8 @@ class _Many:
         @pl.loop(jnp.maximum(num_all - stages, 0), num_all)
         def _(index):
             self.plgpu.barrier_wait(free.at[self.slot(index)])
+
+        self.result.pass_by()
 
     def groups(self, step: Any, size: int) -> Rows:
         """The groups of a step."""
@@ -211,24 +261,9 @@ class _Many:
         @pl.loop(0, self.num_my_items())
         def _(turn):
             first, tile = self.item(turn)
-            block = first + wg
-            sums = self.multiply(wg, turn)
-            if self.factor_ref is not None:
-                # A consumer without a block reads the factors of the last.
-                own = jnp.minimum(block, self.words_ref.shape[0] - 1)
-                layout = self.plgpu.Layout.WGMMA.reduce(1)
-                factor = self.plgpu.load(self.factor_ref.at[pl.ds(own * TILE, TILE)], layout=layout, optimized=False)
-                sums = sums * by_rows(factor, sums.shape[1])
-            out_smem = self.smem["out_smem"].at[wg]
-            self.plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem.transpose((1, 0))[...] = self.plgpu.layout_cast(sums.astype(self.out_ref.dtype), self.plgpu.Layout.WGMMA)
-            self.plgpu.commit_smem()
+            self.result.write(wg, first + wg, self.rows(tile), self.multiply(wg, turn))
 
-            @pl.when(block < self.words_ref.shape[0])
-            def _():
-                row_copies.store(out_smem, self.out_ref, self.rows(tile), after=(pl.ds(block * TILE, TILE),))
-
-        self.plgpu.wait_smem_to_gmem(0)
+        self.result.leave()
 
     def multiply(self, wg: Any, turn: Any) -> jax.Array:
         """float32 [64, rows]: this consumer's outputs of an item, without the factor."""
@@ -260,7 +295,9 @@ class _Many:
     def operand(self, wg: Any, slot: Any) -> Any:
         """The weight's tile of a step for wgmma."""
         scales, zeros = (
-            of_tile(self.smem[f"{name}_smem"].at[slot, wg], self.group or TILE, 0) if name in self.vector_refs else []
+            of_tile(self.smem[f"{name}_smem"].at[slot, :, pl.ds(wg * TILE, TILE)], self.group or TILE, 0)
+            if name in self.vector_refs
+            else []
             for name in ("scale", "zero")
         )
         interpreted = self.smem.get("interpreted_smem")

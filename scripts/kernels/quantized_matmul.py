@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jax import lax
 
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.quantized_matmul import (
-    TOLERANCE,
     TOLERANCE_OF_SUMS,
     Shapes,
     bits_of,
@@ -21,8 +20,9 @@ from pallas_kernels.checking.quantized_matmul import (
     distance,
     host_arrays,
     host_error,
+    tolerance,
 )
-from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, candidates, few, many, product
+from pallas_kernels.quantized_matmul import DECODERS, GROUPS, candidates, few, many, product
 from pallas_kernels.quantized_matmul.few import SUMMED_GROUP, FewSizes
 from pallas_kernels.quantized_matmul.many import ManySizes
 from pallas_kernels.quantized_matmul.mosaic import FEW_ROWS
@@ -42,6 +42,26 @@ MXFP4 = Shapes("e2m1", 1, 1, 32, "uint8")
 FORMATS = (INT4, INT4_ZEROS, FP8, INT8, UINT8, NVFP4, MXFP4, NF4)
 QKV, OUT, GATE_UP, DOWN = LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """Outputs and inputs of Llama-3.1-8B's products."""
+FEW_SIZES = {
+    4: (
+        FewSizes(4, 1, 4),
+        FewSizes(4, 2, 4),
+        FewSizes(3, 4, 4),
+        FewSizes(3, 2, 5),
+        FewSizes(2, 4, 4),
+        FewSizes(2, 4, 8),
+        FewSizes(2, 2, 8),
+    ),
+    8: (FewSizes(4, 1, 2), FewSizes(3, 4, 3), FewSizes(2, 4, 4), FewSizes(2, 2, 4)),
+}
+MANY_SIZES = (
+    *(ManySizes(4, 64, parts, 6) for parts in (1, 2, 4)),
+    *(ManySizes(2, 64, parts, 8) for parts in (1, 2)),
+    *(ManySizes(2, 128, parts, 6) for parts in (1, 2)),
+    ManySizes(2, 192, 1, 4),
+    ManySizes(2, 256, 1, 4),
+)
+"""To try."""
 TOY = Shapes("int4", 72, 128, 32, dtype="float32")
 
 
@@ -81,6 +101,7 @@ def check_cases(tiny: bool) -> list[Case]:
     by_32 = [replace(shapes, group=32) for shapes in (INT4, INT4_ZEROS)]
     for sizes in ((2880, 2880), (200, 2880), (1000, 1536), (64, 64), (72, 96), (5120, 640), (320, 14336)):
         found += [_case(_of_size(shapes, sizes), num_rows) for shapes in (*by_32, FP8) for num_rows in (3, 16, 130)]
+    found += [_divided(_of_size(shapes, (1000, 2880)), num_rows) for shapes in (*by_32, FP8) for num_rows in (8, 136)]
     found += [_case(_of_size(shapes, sizes), rows) for shapes in (INT4, FP8) for sizes in LLAMA_8B for rows in (1, 16, 257)]
     found += [
         _sums(_of_size(shapes, sizes), rows) for shapes in (INT4, INT4_ZEROS, FP8) for sizes in LLAMA_8B for rows in (8, 16)
@@ -107,7 +128,7 @@ def _case(shapes: Shapes, num_rows: int, *, plain: bool = False, tune: bool = Fa
         lambda: jax.device_put(host_arrays(shapes, num_rows)),
         variants,
         functools.partial(host_error, shapes),
-        TOLERANCE,
+        tolerance(shapes),
         bytes=shapes.num_outputs * shapes.num_inputs * (bits + of_groups) / 8 + _bytes_of_rows(shapes, num_rows),
         flops=2.0 * num_rows * shapes.num_outputs * shapes.num_inputs,
         feed=_feed,
@@ -120,9 +141,28 @@ def _sums(shapes: Shapes, num_rows: int) -> Case:
     return Case(
         f"quantized, {shapes}, {num_rows} rows in float32",
         lambda: jax.device_put(host_arrays(shapes, num_rows)),
-        {"mosaic": functools.partial(few.product, interpret=jax.default_backend() != "gpu")},
+        {"mosaic": functools.partial(few.product, dtype=jnp.float32, interpret=jax.default_backend() != "gpu")},
         functools.partial(host_error, shapes),
         TOLERANCE_OF_SUMS[is_grouped],
+    )
+
+
+def _divided(shapes: Shapes, num_rows: int) -> Case:
+    """Inputs divided between CTAs, by both kernels."""
+    interpret = jax.default_backend() != "gpu"
+    calls: list[Callable[..., Any]] = []
+    if num_rows <= FEW_ROWS:
+        calls += [functools.partial(few.product, sizes=FewSizes(*sizes)) for sizes in ((4, 2, 2), (2, 4, 2), (3, 8, 2))]
+    else:
+        calls += [
+            functools.partial(many.product, sizes=ManySizes(*sizes)) for sizes in ((2, 72, 2, 3), (3, 96, 4, 3), (4, 64, 8, 4))
+        ]
+    return Case(
+        f"quantized, {shapes}, {num_rows} rows divided",
+        lambda: jax.device_put(host_arrays(shapes, num_rows)),
+        {f"mosaic {_sizes_of(call)}": functools.partial(call, interpret=interpret) for call in calls},
+        functools.partial(host_error, shapes),
+        tolerance(shapes),
     )
 
 
@@ -133,7 +173,7 @@ def _many(shapes: Shapes, num_rows: int) -> Case:
         lambda: jax.device_put(host_arrays(shapes, num_rows)),
         {"mosaic": functools.partial(many.product, interpret=jax.default_backend() != "gpu")},
         functools.partial(host_error, shapes),
-        TOLERANCE,
+        tolerance(shapes),
     )
 
 
@@ -174,7 +214,7 @@ def _dense_case(sizes: tuple[int, int], num_rows: int, dtype: str = "bfloat16") 
         draw,
         {"xla": dense},
         error,
-        TOLERANCE,
+        tolerance(shapes),
         bytes=float(jnp.dtype(dtype).itemsize * N * K) + _bytes_of_rows(shapes, num_rows),
         flops=2.0 * num_rows * N * K,
         feed=_feed,
@@ -194,22 +234,14 @@ def _feed(x_TK: jax.Array, result_TN: jax.Array) -> jax.Array:
 
 def _tuned(shapes: Shapes, num_rows: int) -> dict[str, Callable[..., Any]]:
     """The kernels with other sizes, and the one for few rows with more of them."""
+    calls: list[Callable[..., Any]] = []
+    if num_rows <= FEW_ROWS:
+        calls += [functools.partial(few.product, sizes=sizes) for sizes in FEW_SIZES[bits_of(shapes.number)]]
+    else:
+        calls += [functools.partial(many.product, sizes=sizes) for sizes in MANY_SIZES if sizes.tile_rows <= num_rows]
+    return {f"mosaic {_sizes_of(call)}": jax.jit(call) for call in calls}
 
-    @functools.partial(jax.jit, static_argnames="sizes")
-    def few_rows(x: jax.Array, weight: Packed, sizes: FewSizes) -> jax.Array:
-        return few.product(x, weight, sizes=sizes).astype(x.dtype)
 
-    many_rows = jax.jit(many.product, static_argnames="sizes")
-    found: dict[str, Callable[..., Any]] = {}
-    if num_rows <= 64:
-        stages = 2 if bits_of(shapes.number) == 8 else 4 if num_rows <= FEW_ROWS else 3
-        for consumers in (2, 3, 4):
-            for parts in (1, 2, 4, 8, 14):
-                sizes = FewSizes(consumers, parts, stages)
-                found[f"mosaic few {consumers}-{parts}-{stages}"] = functools.partial(few_rows, sizes=sizes)
-    if num_rows > FEW_ROWS:
-        for tile_rows, stages in ((64, 10), (128, 6), (192, 4), (256, 3), (256, 4)):
-            if tile_rows <= num_rows:
-                sizes_of_many = ManySizes(tile_rows, stages)
-                found[f"mosaic many {tile_rows}-{stages}"] = functools.partial(many_rows, sizes=sizes_of_many)
-    return found
+def _sizes_of(call: Any) -> str:
+    sizes = call.keywords["sizes"]
+    return f"{type(sizes).__name__.removesuffix('Sizes').lower()} {'-'.join(map(str, astuple(sizes)))}"

@@ -1,5 +1,6 @@
 """Weights as GPTQ's programs store them: goldens of gptqmodel, and whole models against the same numbers without quantisation."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.models.load_config import load_model_config
+from jaxllm.models.load_config import load_model_config, read_config_json
+from jaxllm.quantization.formats.awq import Awq
+from jaxllm.quantization.formats.compressed_tensors import CompressedTensors
 from jaxllm.quantization.formats.gptq import Gptq
 from jaxllm.weight_format import Options
 from tests.helpers import packed_goldens
@@ -230,3 +233,36 @@ def test_tensors_that_do_not_fit_are_told(tmp_path, name, change, message):
 def test_groups_that_do_not_fit_the_inputs_are_told(tmp_path):
     with pytest.raises(ModelLoadError, match="has 96 inputs, which must be a multiple of the group size 64"):
         load(write(tmp_path, described(group=64), lambda name, weight: {name: weight}))
+
+
+@pytest.mark.parametrize("place", ["text_config", "compression_config", "quantize_config.json", "quant_config.json"])
+def test_older_places_of_the_description_count_where_config_json_has_none(tmp_path, place):
+    given = described()
+    quantize, expected = packed(), Gptq
+    if place == "compression_config":
+        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+        given = {"format": "float-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+        expected = CompressedTensors
+    elif place == "quant_config.json":
+        given, expected = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}, Awq
+    elif place == "quantize_config.json":
+        del given["quant_method"]
+    directory = write(tmp_path, None, quantize)
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    if place == "text_config":
+        raw["text_config"] = {"quantization_config": given}
+    elif place == "compression_config":
+        raw[place] = given
+    else:
+        (directory / place).write_text(json.dumps(given))
+    path.write_text(json.dumps(raw))
+    (format,) = load_model_config(directory).formats
+    assert isinstance(format, expected)
+    assert format.scheme("model.layers.0.mlp.down_proj").group == (None if place == "compression_config" else 32)
+    read = read_config_json(directory)
+    assert "compression_config" not in read
+    assert "quantization_config" not in read.get("text_config", {})
+    path.write_text(json.dumps(raw | {"quantization_config": described(group=16)}))
+    (format,) = load_model_config(directory).formats
+    assert format.scheme("model.layers.0.mlp.down_proj").group == 16, "config.json itself counts first"
