@@ -133,18 +133,19 @@ def check_cases(tiny: bool) -> list[Case]:
 
 def _packed_mixtures() -> list[Mixture]:
     """Every way of packing, for each length of tiles; sizes of models, other devices' experts, one expert alone."""
-    small = [replace(Mixture(1, 4, 12, 512, 256, biases=True), stored=stored) for stored in STORED]
-    found = [replace(mixture, num_tokens=num_tokens) for mixture in small for num_tokens in (1, 9, 20, 40, 90, 400)]
-    for number in DECODERS:
-        found += [Mixture(num_tokens, 2, 5, 192, 64, stored=Stored(number, None)) for num_tokens in (3, 30, 300)]
+    small = Mixture(1, 4, 12, 512, 256, biases=True)
+    found = [replace(small, stored=stored, num_tokens=num_tokens) for stored in STORED for num_tokens in (1, 9, 40, 400)]
+    found += [replace(small, stored=INT4, num_tokens=num_tokens) for num_tokens in (20, 90)]
+    found += [Mixture(num_tokens, 2, 5, 192, 64, stored=Stored(number, None)) for number in DECODERS for num_tokens in (3, 300)]
+    # Gates with more blocks of outputs are computed in another form.
+    found += [Mixture(num_tokens, 2, 5, 320, 1600, stored=stored) for stored in (NVFP4, FP8) for num_tokens in (3, 16)]
     of_models = [replace(QWEN3_30B, num_experts=12, stored=stored) for stored in (INT4, FP8_BLOCKS)]
     of_models += [replace(GPT_OSS_20B, num_experts=6, stored=MXFP4)]
-    found += [replace(mixture, num_tokens=num_tokens) for mixture in of_models for num_tokens in (1, 5, 16, 64, 300, 1000)]
+    found += [replace(mixture, num_tokens=num_tokens) for mixture in of_models for num_tokens in (1, 16, 64, 300, 1000)]
     one = Mixture(1, 1, 100, 256, 128, only=77, stored=INT4)
-    found += [replace(one, num_tokens=num_tokens) for num_tokens in (1, 40, 512, 3000)]
+    found += [replace(one, num_tokens=num_tokens) for num_tokens in (1, 40, 3000)]
     part = Mixture(1, 4, 16, 512, 256, first=32, all_experts=64, padding=1, stored=INT4_BY_32)
-    found += [replace(part, num_tokens=num_tokens) for num_tokens in (2, 64, 1000)]
-    return found
+    return found + [replace(part, num_tokens=num_tokens) for num_tokens in (2, 64, 1000)]
 
 
 def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Case:
