@@ -84,12 +84,16 @@ def attention_candidates(
     return found if wanted == "auto" else dict.fromkeys(found, (wanted,))
 
 
-def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool) -> bool:
+def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bool) -> bool:
     """Whether weights in 4 and 8 bits are laid out for kernels: those of this GPU take the model's type, or a CPU was asked for kernels.
-    `wanted` is the option attention_implementation."""
-    if on_gpu:
-        return wanted not in PLAIN and quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] not in PLAIN
-    return wanted not in ("auto", *PLAIN)
+
+    `wanted` is the option attention_implementation. is_checked: kernels that were not verified on this kind of GPU are checked; else
+    they are not used."""
+    if wanted in PLAIN or not on_gpu:
+        return wanted not in ("auto", *PLAIN)
+    if not is_checked:
+        return quantized_matmul.choose(platform="gpu", dtype=model.dtype) not in PLAIN
+    return quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] not in PLAIN
 
 
 def candidates(

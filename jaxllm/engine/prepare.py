@@ -352,7 +352,9 @@ def resolve_sizes(
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
     check_backend(config, model_config)
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
-    if wants_tiles(config.compile.attention_implementation, model_config, on_gpu=on_gpu):
+    options = config.compile
+    is_checked = options.kernel_check != "off"
+    if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked):
         model_config = model_config.in_tiles()
     config = config.replace(
         attention_implementation=attention_implementation(

@@ -17,8 +17,8 @@ from jaxllm.weight_format import PLAIN, WHOLE, Init, Multiply, ParamSpec, Weight
 from pallas_kernels import quantized_matmul
 
 # Traced and lowered once for all layers of a program.
-multiply = jax.jit(quantized_matmul.product, static_argnames=("implementation", "interpret"))
-PLAINLY: Multiply = partial(multiply, implementation="xla")
+multiply_tiles = jax.jit(quantized_matmul.product, static_argnames=("implementation", "interpret"))
+PLAINLY: Multiply = partial(multiply_tiles, implementation="xla")
 
 
 def abstract_param(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout, LayerPlace
-from jaxllm.layers.linear import multiply
+from jaxllm.layers.linear import multiply_tiles
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta
 from jaxllm.parallel.exchange import RankExchange
@@ -183,7 +183,7 @@ def make_step(
         attend_to_latents=context.attend_to_latents,
         states=context,
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
-        multiply=partial(multiply, implementation=kernels.quantized_matmul, interpret=kernels.interpret),
+        multiply=partial(multiply_tiles, implementation=kernels.quantized_matmul, interpret=kernels.interpret),
         entering_TD=entering_TD,
         exchange=exchange,
         call_layer=SharedLayers(context) if share_layers else call_layer,

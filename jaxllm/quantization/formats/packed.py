@@ -159,12 +159,15 @@ class PackedFormat(WeightFormat):
         scheme = self._scheme_of(weight)
         assert scheme is not None
         num_lead = 0 if weight.modules else len(stored["scale"].shape) - 2
-        outputs, num_groups = list(stored["scale"].shape[num_lead:-1]), stored["scale"].shape[-1]
+        *outputs, num_groups = stored["scale"].shape[num_lead:]
         num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
         if weight.split_outputs is not None:
             outputs[weight.split_outputs] //= self.size
         if weight.splits_inputs:
-            num_inputs, num_groups = num_inputs // self.size, max(1, num_groups // self.size)
+            num_inputs //= self.size
+            if num_groups == self.size > 1:
+                return None  # a device's one group would become a factor of outputs, which all devices share
+            num_groups = max(1, num_groups // self.size)
         is_taken = takes(scheme, num_inputs, num_groups)
         return Tiled(tuple(outputs), num_inputs, num_groups, num_lead, stored) if is_taken else None
 
