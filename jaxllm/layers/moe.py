@@ -1,6 +1,7 @@
 """A mixture of experts."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ class MixtureOfExperts(nnx.Module):
         step.note_choice(self.name, expert_Tk)
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
         if isinstance(gate_up_E2FD, Array) or isinstance(down_EDF, Array):
-            gate_up_E2FD, down_EDF = gate_up_E2FD.astype(x_TD.dtype), down_EDF.astype(x_TD.dtype)
+            gate_up_E2FD, down_EDF = _arrays(gate_up_E2FD, down_EDF, x_TD.dtype)
         taken_TD = x_TD
         if self.part.weighs_input:
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
@@ -117,6 +118,17 @@ class MixtureOfExperts(nnx.Module):
         if self.down_bias is None or shards.size == 1 or self.part.by_expert:
             return None if self.down_bias is None else self.down_bias[...]
         return jnp.where(shards.index == 0, self.down_bias[...], 0)
+
+
+def _arrays(gate_up_E2FD: Any, down_EDF: Any, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Both weights as arrays, of which one may be packed: without what pads it."""
+    D, F = min(gate_up_E2FD.shape[3], down_EDF.shape[1]), min(gate_up_E2FD.shape[2], down_EDF.shape[2])
+    gate_up_E2FD, down_EDF = gate_up_E2FD.astype(dtype), down_EDF.astype(dtype)
+    if gate_up_E2FD.shape[2:] != (F, D):
+        gate_up_E2FD = gate_up_E2FD[:, :, :F, :D]
+    if down_EDF.shape[1:] != (D, F):
+        down_EDF = down_EDF[:, :D, :F]
+    return gate_up_E2FD, down_EDF
 
 
 def _scores(x_TD: Array, weight_ED: Array) -> Array:
