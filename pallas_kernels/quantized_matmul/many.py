@@ -25,7 +25,7 @@ from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYT
 from pallas_kernels.quantized_matmul.decoders import DECODERS
 from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, of_tile, operand, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE, Packed
-from pallas_kernels.quantized_matmul.result import PARTS, Result
+from pallas_kernels.quantized_matmul.result import MAX_PAIRED, PARTS, Result
 from pallas_kernels.row_copies import Rows
 
 ALIGNMENT = 8  # rows of a swizzle tile
@@ -35,8 +35,8 @@ _MIN_TILE_ROWS = 16
 _MIN_STAGES = 3
 _MIN_STEPS = 8
 """Of a part."""
-_ITEM_CYCLES = 5000
-_PARTS_CYCLES = 2500
+_ITEM_CYCLES = 5500
+_PARTS_CYCLES = 2000
 STEPS = 2
 """Steps of an iteration. Registers that a product in flight still reads belong to the other one: with one step an iteration they would
 be written again too early, which nothing reports (results are wrong)."""
@@ -82,7 +82,8 @@ def _candidates(num_rows: int, weight: Packed, num_cores: int) -> Iterator[ManyS
             for num_parts in PARTS:
                 sizes = ManySizes(num_consumers, tile_rows, num_parts, 0)
                 num_ctas = num_parts * num_items(num_rows, weight.words.shape[0], sizes)
-                if num_parts > 1 and (num_ctas > num_cores or num_steps(weight, sizes) < _MIN_STEPS):
+                most = num_cores if num_parts <= MAX_PAIRED else num_cores * 3 // 4
+                if num_parts > 1 and (num_ctas > most or num_steps(weight, sizes) < _MIN_STEPS):
                     break
                 room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, tile_rows, num_parts, 2)
                 num_stages = min(_MAX_STAGES, room // _stage_bytes(weight, num_consumers, tile_rows))
@@ -92,7 +93,7 @@ def _candidates(num_rows: int, weight: Packed, num_cores: int) -> Iterator[ManyS
 
 def _cycles(num_consumers: int, tile_rows: int) -> float:
     """Estimated cycles of a step, from what was measured."""
-    return 120 + max(400, 2.2 * tile_rows * num_consumers)
+    return num_consumers * (170 + 1.4 * tile_rows)
 
 
 def _stage_bytes(weight: Packed, num_consumers: int, tile_rows: int) -> int:
@@ -127,7 +128,7 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
     scratch |= {
         f"{name}_smem": plgpu.SMEM((stages, groups, num_consumers * TILE), vector.dtype) for name, vector in vectors.items()
     }
-    of_result = result.scratch(num_consumers, sizes.tile_rows, num_parts, x_TK.dtype, interpret)
+    of_result = result.scratch(num_consumers, sizes.tile_rows, num_parts, x_TK.dtype, bool(interpret))
     scratch |= of_result
     if interpret:
         scratch["interpreted_smem"] = plgpu.SMEM((num_consumers, TILE, TILE), x_TK.dtype)
@@ -159,9 +160,9 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
 
     returned = plgpu.kernel(
         body,
-        out_type=result.type_of(num_rows, weight.num_outputs, num_parts, x_TK.dtype, interpret),
+        out_type=result.type_of(num_rows, weight.num_outputs, num_parts, x_TK.dtype, bool(interpret)),
         scratch_types=list(scratch.values()),
-        **result.axes(num_ctas, "cta", num_parts, interpret),
+        **result.axes(num_ctas, "cta", num_parts, bool(interpret)),
         num_threads=num_consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),

@@ -29,21 +29,22 @@ from pallas_kernels.quantized_matmul.fragments import (
 from pallas_kernels.quantized_matmul.packed import TILE
 from pallas_kernels.row_copies import Rows
 
-PARTS = (1, 2, 4, 8)
-"""CTAs of a cluster that a Hopper GPU takes, and places side by side."""
+PARTS = (1, 2, 4)
+MAX_PAIRED = 2
+"""CTAs of a cluster with which all cores can be busy. On an H100, clusters of four leave some idle: 128 CTAs took two turns, 96 one."""
 
 
-def type_of(num_rows: int, num_outputs: int, num_parts: int, dtype: DTypeLike, interpret: Any) -> jax.ShapeDtypeStruct:
-    """What the kernel returns: [M, N] of 16 bits, float32 [N, M], or of an interpreted one float32 [parts, N, M]."""
-    if interpret and num_parts > 1:
+def type_of(num_rows: int, num_outputs: int, num_parts: int, dtype: DTypeLike, outside: bool) -> jax.ShapeDtypeStruct:
+    """What the kernel returns: [M, N] of 16 bits, float32 [N, M], or float32 [parts, N, M] that are added outside."""
+    if outside and num_parts > 1:
         return jax.ShapeDtypeStruct((num_parts, num_outputs, num_rows), jnp.float32)
     is_turned = jnp.dtype(dtype).itemsize == 2
     return jax.ShapeDtypeStruct((num_rows, num_outputs) if is_turned else (num_outputs, num_rows), dtype)
 
 
-def axes(size: int, name: str, num_parts: int, interpret: Any) -> dict[str, Any]:
-    """The arguments of `plgpu.kernel` for a grid of parts, which are a cluster, or of an interpreted kernel another axis."""
-    if interpret or num_parts == 1:
+def axes(size: int, name: str, num_parts: int, outside: bool) -> dict[str, Any]:
+    """The arguments of `plgpu.kernel` for a grid of parts, which are a cluster unless they are added outside."""
+    if outside or num_parts == 1:
         return {"grid": (size, num_parts), "grid_names": (name, "part")}
     return {"grid": (size,), "grid_names": (name,), "cluster": (num_parts,), "cluster_names": ("part",)}
 
@@ -64,12 +65,11 @@ def smem_bytes(num_consumers: int, num_rows: int, num_parts: int, itemsize: int)
     return num_consumers * TILE * (4 * num_rows + itemsize * own_rows)
 
 
-def scratch(num_consumers: int, num_rows: int, num_parts: int, dtype: DTypeLike, interpret: Any) -> dict[str, Any]:
+def scratch(num_consumers: int, num_rows: int, num_parts: int, dtype: DTypeLike, outside: bool) -> dict[str, Any]:
     """Shared memory of a CTA, by the name of its `Result` field."""
     plgpu = _compat.mosaic()
-    is_interpreted_part = interpret and num_parts > 1
-    dtype = jnp.dtype(jnp.float32 if is_interpreted_part else dtype)
-    are_added = num_parts > 1 and not is_interpreted_part
+    dtype = jnp.dtype(jnp.float32 if outside and num_parts > 1 else dtype)
+    are_added = num_parts > 1 and not outside
     num_chunks = num_rows // CHUNK
     own, size = ((pl.cdiv(num_chunks, num_parts),), CHUNK) if are_added else ((), num_rows)
     if dtype.itemsize == 2:

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def llm():
-    llm = LLM(model="demo_vision", dtype="float32", max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512)
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 512}
+    llm = LLM(model="demo_vision", dtype="float32", **sizes, decode_buckets=(16,), token_buckets=(512,))
     yield llm
     llm.shutdown()
 
@@ -40,7 +41,7 @@ def test_the_command_of_the_readme(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_held_out_questions(llm):
-    questions = scoring.held_out(5)
+    questions = scoring.held_out(3)
     prompts = [{"prompt": asked.prompt, "multi_modal_data": {"image": list(asked.images)}} for asked in questions]
     params = SamplingParams(temperature=0, max_tokens=scoring.MAX_ANSWER_TOKENS)
     answers = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]

@@ -364,7 +364,7 @@ def test_placeholders_without_images_are_refused(client: httpx.Client, expected:
 
 def test_engines_of_other_kinds_answer_the_same(directory: Path, tmp_path: Path, expected: str) -> None:
     """Two replicas with drafts of n-grams, also after one of them was killed."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 3}
     more = {**SMALL, "served_model_name": "seer", "data_parallel_size": 2, "speculative_config": drafts}
     with serving(directory, tmp_path, command=("serve", *flags(**more))) as found, started(found).client() as client:
 
@@ -379,14 +379,3 @@ def test_engines_of_other_kinds_answer_the_same(directory: Path, tmp_path: Path,
         wait_until(lambda: chat(client).status_code == 200, "the other replica does not answer")
         wait_until(lambda: len(set(found.children("engine.process")) - {min(engines)}) == 2, "it is not started again")
         assert ask() == [expected] * 8
-
-
-def test_a_step_that_fails_while_it_encodes_ends_no_engine(
-    directory: Path, tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAXLLM_FAULT", "op:2:error")
-    command = ("serve", *flags(**SMALL, served_model_name="seer"))
-    with serving(directory, tmp_path, command=command) as found, started(found).client() as client:
-        replies = [chat(client) for _ in range(3)]
-        assert [text_of(reply) for reply in replies[-2:]] == [expected] * 2
-        assert "injected fault" in found.log()

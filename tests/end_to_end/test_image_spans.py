@@ -75,10 +75,7 @@ def furthest(core: EngineCore) -> float:
 
 @pytest.mark.parametrize(
     "options",
-    slow_except(
-        [{"max_num_batched_tokens": 16}],
-        [{"max_num_batched_tokens": 16}, {}, {"tensor_parallel_size": 2, "max_num_batched_tokens": 16}],
-    ),
+    slow_except([], [{"max_num_batched_tokens": 16}, {}, {"tensor_parallel_size": 2, "max_num_batched_tokens": 16}]),
     ids=str,
 )
 def test_logprobs_of_prompts_are_those_of_transformers(make_core, tmp_path, options) -> None:
@@ -145,10 +142,8 @@ def test_random_prompts_in_random_chunks(make_core) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"share_layers": True},
-        {"attention_implementation": "triton", "kernel_check": "off"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
-        {"kv_cache_dtype": "bfloat16"},
+        {"share_layers": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
+        {"attention_implementation": "triton", "kernel_check": "off", "kv_cache_dtype": "bfloat16"},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -85,14 +85,14 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
     "options",
     [
         {
+            "share_layers": True,
             "speculative_config": {
                 "method": "ngram",
                 "num_speculative_tokens": 2,
                 "prompt_lookup_min": 1,
                 "prompt_lookup_max": 3,
-            }
+            },
         },
-        {"share_layers": True},
         {"attention_implementation": "triton", "kernel_check": "off"},
     ],
     ids=lambda options: next(iter(options)),

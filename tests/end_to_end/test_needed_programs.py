@@ -110,11 +110,10 @@ def wait_for(is_done: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}])
-def test_a_text_gets_its_tokens_while_the_programs_of_an_image_are_compiled(gate, make_core, caplog, options) -> None:
+def test_a_text_gets_its_tokens_while_the_programs_of_an_image_are_compiled(gate, make_core, caplog) -> None:
     caplog.set_level("INFO", logger="jaxllm")
     gate.held = {LARGE}
-    core, answers = make_core(**options), dict[str, Answer]()
+    core, answers = make_core(), dict[str, Answer]()
     core.add_request(large("image"))
     core.add_request(engines.request("text", [5, 6, 7], max_tokens=20))
     run_until(core, answers, lambda: "text" in answers and answers["text"].finish_reason)
@@ -125,7 +124,7 @@ def test_a_text_gets_its_tokens_while_the_programs_of_an_image_are_compiled(gate
     found = engines.run(core, [large("second")])
     assert core.num_compiled_after_warmup == 0 and core.stats().num_deferred == 0, "no step waited"
     core.check_integrity()
-    expected = engines.run(make_core(warmup="lazy", **options), [large("image")])["image"].tokens
+    expected = engines.run(make_core(warmup="lazy"), [large("image")])["image"].tokens
     assert len(expected) == 8 and found["image"].tokens == found["second"].tokens == expected
 
 

@@ -110,7 +110,7 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         ("deepseek_v2_lite", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
         (
             "qwen3_next",
-            {"tensor_parallel_size": 4, "block_size": 8, "async_scheduling": False, "attention_implementation": "triton"},
+            {"tensor_parallel_size": 2, "block_size": 8, "async_scheduling": False, "attention_implementation": "triton"},
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),

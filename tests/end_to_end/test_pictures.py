@@ -61,15 +61,14 @@ IN_PARTS = {"mm_max_decode_step_patches": 100}
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("qwen3_vl", {"tensor_parallel_size": 2}),
-        ("qwen3_vl_moe", RANKS),
         ("qwen3_vl_moe", {**RANKS, **IN_PARTS}),
-        *((name, IN_PARTS) for name in ("qwen3_vl", "internvl")),  # of all: runner/test_images
+        ("qwen3_vl", {"tensor_parallel_size": 2, **IN_PARTS}),  # of all in parts: runner/test_images
+        ("internvl", IN_PARTS),
     ],
 )
 def test_other_engines(name, options, tmp_path) -> None:
     core = make_core(name, tmp_path, **options)
     check(name, core)
     parts = {key.part for key in core.runner.programs._compiled if key.kind == "encode"}
-    assert parts == ({0, 1} if "mm_max_decode_step_patches" in options else {0})
+    assert parts == {0, 1}
     core.shutdown()

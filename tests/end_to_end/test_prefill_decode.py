@@ -31,7 +31,7 @@ FLAGS = (
     "--max-model-len",
     "512",
 )
-SMALL = ("--max-num-seqs", "4", "--warmup", "lazy", "--enable-prompt-tokens-details")
+SMALL = ("--max-num-seqs", "4", "--decode-buckets", "4", "--warmup", "lazy", "--enable-prompt-tokens-details")
 
 
 @pytest.fixture(scope="module")

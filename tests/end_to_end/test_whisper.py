@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.layers.build import build_audio_encoder
@@ -34,18 +33,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whisper_checkpoint.write(tmp_path_factory.mktemp("whisper") / "model", **GOLDEN["checkpoint"])
 
 
+@pytest.fixture(scope="module")
+def programs() -> engines.SharedPrograms:
+    return engines.SharedPrograms()
+
+
 @pytest.fixture
-def make_core(directory: Path) -> Iterator[Any]:
-    made = []
-
-    def make(**options: Any) -> EngineCore:
-        small = {**engines.SMALL, "model": str(directory), "dtype": "float32", "token_buckets": (16, 112)}
-        made.append(EngineCore(EngineConfig.from_options(**{**small, **options})))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.shutdown()
+def make_core(directory: Path, programs: engines.SharedPrograms) -> Iterator[Any]:
+    with programs.engines({**engines.SMALL, "model": str(directory), "dtype": "float32", "token_buckets": (16, 112)}) as make:
+        yield make
 
 
 def requests(core: EngineCore, *, copies: int = 1) -> list[EngineCoreRequest]:
@@ -78,7 +74,7 @@ def test_the_encoder_computes_what_transformers_does(directory, attention) -> No
     np.testing.assert_allclose(found, GOLDEN["encoded"], atol=1e-5)
 
 
-@pytest.mark.parametrize("options", slow_except([{}], [{}, {"tensor_parallel_size": 2}, {"share_layers": True}, TRITON]))
+@pytest.mark.parametrize("options", slow_except([], [{}, {"tensor_parallel_size": 2}, {"share_layers": True, **TRITON}]))
 def test_engines_say_what_transformers_says(make_core, options) -> None:
     """More requests than rows, then one alone in a row that others have used."""
     core = make_core(**options)

@@ -81,7 +81,7 @@ def test_no_bytes_break_a_decoder(frame: bytes) -> None:
 
 
 @given(VALUES | LIKE_MESSAGES)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_nothing_like_a_message_breaks_a_decoder(value: Any) -> None:
     read(msgspec.msgpack.encode(value))
 

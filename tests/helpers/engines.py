@@ -42,7 +42,15 @@ SMALL = {
 
 _PROGRAMS: dict[str, dict[Any, Any]] = {}
 """Compiled programs by the options of engines that share theirs."""
-_NOT_OF_PROGRAMS = {"kv_offloading_disk", "kv_offloading_disk_size"}
+_NOT_OF_PROGRAMS = {
+    "kv_offloading_size",
+    "kv_offloading_disk",
+    "kv_offloading_disk_size",
+    "kv_role",
+    "kv_port",
+    "kv_pull_timeout",
+    "kv_load_failure_policy",
+}
 
 
 def make_core(

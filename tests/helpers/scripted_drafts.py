@@ -32,7 +32,7 @@ class ScriptedDrafter:
 
     followers: tuple[tuple[int, ...], ...]
     """By position and token. Where none is known, it is the token itself or NO_DRAFT."""
-    num_drafts: int = 3
+    num_drafts: int = 2
     num_lookahead: int = 0
     feature_layers: tuple[int, ...] = ()
     layers: tuple[Layer, ...] = ()

@@ -87,6 +87,7 @@ def test_replicas_of_another_host_are_like_those_of_this_one_and_come_back(model
             codes = ends_of_streams(first, client, second.process.kill)
             assert codes == {"0": None, "1": None, "2": "replica_lost", "3": "replica_lost"}
             assert states(client) == ["serving"] * 2 + ["down"] * 2
+            assert "is lost: the connection was closed" in first.log(), "it was not noticed at once, but by its silence"
             assert client.post("/v1/completions", json=SHORT).status_code == 200, "the others serve"
         with host(1, model, tmp_path, **options) as second, first.client() as client:
             wait_until(lambda: states(client) == ["serving"] * 4, "the host did not come back")
@@ -115,7 +116,7 @@ def ends_of_streams(first: ServerProcess, client: httpx.Client, kill: Callable[[
         streams = {rank: pool.submit(_endless, first, rank) for rank in ranks}
         wait_until(lambda: all(by_replica(client, "num_requests_running").values()), "not all run")
         kill()
-        wait_until(lambda: "down" in states(client), "nobody noticed", 30)
+        wait_until(lambda: "down" in states(client), "nobody noticed")
         return {rank: stream.result(60) for rank, stream in streams.items()}
 
 

@@ -253,10 +253,10 @@ def of_blocks(weight: Packed, num_blocks: int) -> Packed:
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "num_rows", "sizes"),
     [
-        (6144, 4096, 8, few.FewSizes(3, 4, 4)),
+        (6144, 4096, 8, few.FewSizes(2, 2, 6)),
         (4096, 4096, 8, few.FewSizes(2, 4, 4)),
-        (28672, 4096, 8, few.FewSizes(4, 1, 5)),
-        (4096, 14336, 8, few.FewSizes(2, 4, 8)),
+        (28672, 4096, 8, few.FewSizes(4, 1, 3)),
+        (4096, 14336, 8, few.FewSizes(2, 4, 6)),
     ],
 )
 def test_few_rows_get_the_sizes_that_were_the_fastest(num_outputs, num_inputs, num_rows, sizes):

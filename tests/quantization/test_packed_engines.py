@@ -39,7 +39,6 @@ def assert_alike(found, wanted):
         ("llama_gqa", {"tensor_parallel_size": 4}),
         ("qwen3_moe", {"tensor_parallel_size": 2}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-        ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}),
         ("qwen3_moe", {"data_parallel_size": 2, **EPLB}),
         ("deepseek_v3", {"tensor_parallel_size": 2}),
         ("llama_gqa", {"pipeline_parallel_size": 2}),

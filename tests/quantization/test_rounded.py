@@ -38,7 +38,7 @@ def test_values_are_rounded_to_the_nearest(number, group, size):
 
 @pytest.mark.parametrize(
     ("golden", "quantization"),
-    slow_except([("gpt2", "int4"), ("llama_gqa", "int8")], [(golden, name) for golden in GOLDENS for name in ("int8", "int4")]),
+    slow_except([("gpt2", "int4"), ("llama_gqa", "int8")], zip(GOLDENS, ("int8", "int4", "int8", "int4"), strict=True)),
 )
 def test_saved_weights_load_again(tmp_path, golden, quantization):
     """Experts too, and weights that a checkpoint holds with the inputs first."""

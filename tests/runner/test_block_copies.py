@@ -196,6 +196,7 @@ def test_first_runs_of_programs_leave_copies_alone(copied: Copied, monkeypatch: 
         np.testing.assert_array_equal(new[[8, 9]], old[[3, 4]])
 
 
+@pytest.mark.slow
 def test_arrays_with_other_numbers_of_heads_have_a_run_of_their_own() -> None:
     arrays = (CacheArray(2, 8, "float32"), CacheArray(1, 24, "bfloat16"), CacheArray(2, 4, "bfloat16"))
     format = BlockFormat.of(CacheLayout((), arrays, (), (), block_size=8, max_step_tokens=8), num_devices=1)

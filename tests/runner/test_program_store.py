@@ -60,6 +60,7 @@ def test_a_program_comes_back_with_its_trees_and_donations(tmp_path):
     assert rows.last_token_N.is_deleted()
 
 
+@pytest.mark.slow
 def test_a_program_that_xla_has_in_its_own_cache_comes_back(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "of XLA"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

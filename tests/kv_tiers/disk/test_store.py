@@ -268,16 +268,17 @@ def test_a_thread_that_cannot_be_replaced_costs_no_more_than_its_task(make: Any,
 def test_closing_waits_for_no_answer(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     engine.write(1)
-    answer: list[bool] = []
+    is_read, answer = threading.Event(), threading.Event()
     monkeypatch.setattr(store, "READ_SECONDS", 0.1)
-    monkeypatch.setattr(
-        block_file, "read_all", lambda descriptor, buffer: [time.sleep(0.01) for _ in iter(lambda: bool(answer), True)]
-    )
+    monkeypatch.setattr(block_file, "read_all", lambda *_: (is_read.set(), answer.wait()))
     engine.store.read(50, [NAMES[1]], [0])
-    start = time.monotonic()
-    engine.store.close()
-    assert time.monotonic() - start < 60
-    answer.append(True)
+    assert is_read.wait(60)
+    closing = threading.Thread(target=engine.store.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    is_closed = not closing.is_alive()
+    answer.set()
+    assert is_closed and engine.end(50) == [False]
 
 
 def test_discarded_contents_are_removed(make: Any) -> None:
