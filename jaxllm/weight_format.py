@@ -64,7 +64,7 @@ class WeightSpec:
     splits_inputs: bool = False
     """Whether devices split the dimensions that products contract."""
     split_outputs: int | None = None
-    """The dimension of a linear layer's outputs that devices split; None: each has them all."""
+    """The dimension of the outputs that devices split; None: each has them all. Weights of experts have one."""
 
 
 class Expected(NamedTuple):
@@ -185,8 +185,8 @@ class WeightFormat:
         return self
 
     def in_tiles(self) -> Self:
-        """The format of the same weights, those of linear layers in the order of the kernels of `pallas_kernels.quantized_matmul` where
-        these take their numbers."""
+        """The format of the same weights, in the order of the kernels of `pallas_kernels.quantized_matmul` where these take their
+        numbers."""
         return self
 
     @property

@@ -21,6 +21,7 @@ OPS = (
     "segment_attention",
 )
 _USES = {
+    "grouped_matmul": ("quantized_matmul",),
     "lora": ("grouped_matmul",),
     "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),
     "paged_attention": ("cache_write",),

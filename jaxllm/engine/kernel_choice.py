@@ -1,6 +1,6 @@
 """Lists the implementations of each op that an engine can use, in order of preference."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -106,9 +106,10 @@ def candidates(
     on_gpu: bool,
     has_adapters: bool = False,
     has_tiles: bool = False,
+    expert_types: Sequence[str | None] = (),
 ) -> Candidates:
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops.
-    has_tiles: some weights are in tiles."""
+    has_tiles: weights of some linear layers are in tiles. expert_types: those of mixtures' weights, if some are in tiles."""
     num_parts = context_size(mesh)
     has_part = num_parts > 1 or model.attends_within_images
     found = attention_candidates(wanted, model, plan.block_size // num_parts, on_gpu=on_gpu, has_part=has_part)
@@ -135,7 +136,7 @@ def candidates(
         **found,
         "sampling": sample,
         "collectives": _collectives(model, mesh, on_gpu=on_gpu),
-        **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
+        **(_of_mixtures(model, mesh, expert_types, on_gpu=on_gpu) if model.mixtures else {}),
         **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
         **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
         **({"segment_attention": _segment_candidates(model, encoder, on_gpu=on_gpu)} if encoder else {}),
@@ -175,7 +176,7 @@ def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu
     )
 
 
-def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
+def _of_mixtures(model: ModelConfig, mesh: Mesh, expert_types: Sequence[str | None], *, on_gpu: bool) -> Candidates:
     choice = _of_all(
         expert_choice.candidates(
             platform="gpu",
@@ -189,12 +190,13 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
         grouped_matmul.candidates(
             platform="gpu",
             dtype=model.dtype,
-            weight_dtype=model.expert_type,
+            weight_dtype=weight_dtype or model.expert_type,
             width=model.hidden_size,
             hidden=part.width // (1 if part.by_expert else tensor_size(mesh)),
             interpret=not on_gpu,
         )
         for part in model.mixtures
+        for weight_dtype in expert_types or (None,)
     )
     return {"expert_choice": choice, "grouped_matmul": experts}
 

@@ -22,7 +22,7 @@ from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_choice import attention_implementation, wants_tiles
-from jaxllm.engine.kernel_shapes import shapes_of_tiles
+from jaxllm.engine.kernel_shapes import tiled_weights
 from jaxllm.engine.parallel_backends import check_backend, make_runner, make_stages
 from jaxllm.engine.step_sizes import with_prefill_limit
 from jaxllm.eplb_options import EplbConfig
@@ -151,7 +151,7 @@ class Prepared:
             models: list[nnx.Module] = [stage.model for stage in stages]
             if drafter is not None and drafter.model is not None:
                 models.append(drafter.model)
-            tiles = shapes_of_tiles(models, model_config.dtype)
+            tiles = tiled_weights(models, model_config.dtype)
             chosen = early.choose(wanted, config, computed, stages[0].plan, _own(meshes), adaptation, tiles)
         kernels = chosen.kernels
         with times.part("config and model"):
