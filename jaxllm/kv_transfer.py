@@ -20,8 +20,8 @@ MAX_NAME = 256
 """Characters of an id, a host or a signature."""
 _MAX_NUMBER = 2**63 - 1
 _NAME = re.compile(r"[!-~]+")
-_UNSUPPORTED = ("max_load_tokens", "max_offload_tokens")
-"""Limits that vLLM has, and this engine does not keep."""
+_LIMITS = ("max_load_tokens", "max_offload_tokens")
+"""Those are options of any request."""
 _WAY_OUT = f"pass on the {PARAM} of the prefill engine's answer as they are, or leave {PARAM} out"
 
 
@@ -60,10 +60,6 @@ def read_kv_transfer(params: Mapping[str, Any] | None) -> KVTransfer | None:
             "second for the one that computes the answer",
             PARAM,
         )
-    for name in _UNSUPPORTED:
-        if params.get(name) is not None:
-            text = f"{PARAM}.{name} is not supported: what is kept and loaded follows from what it costs; leave it out"
-            raise InvalidRequestError(text, PARAM)
     if not pull:
         return KVTransfer(keep_for_decode=True) if keep else None
     return KVTransfer(
@@ -76,6 +72,11 @@ def read_kv_transfer(params: Mapping[str, Any] | None) -> KVTransfer | None:
         num_cached_tokens=_number(params, "remote_prefill_cached_tokens"),
         signature=None if params.get("jaxllm_signature") is None else _name(params, "jaxllm_signature"),
     )
+
+
+def read_kv_limits(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of a request that its `kv_transfer_params` limit, by their name there. Raises InvalidRequestError."""
+    return {name: _number(params or {}, name) for name in _LIMITS}
 
 
 def check_role(transfer: KVTransfer, role: str | None) -> None:

@@ -48,7 +48,7 @@ class ModelConfig(ServedModel):
     num_spare_layers: int = 0
     """Layers behind these in the checkpoint that are not used: they predict tokens after the next one."""
     has_tiles: bool = False
-    """Whether weights of linear layers are in tiles where their formats have them so: `in_tiles`."""
+    """Whether weights are in tiles where their formats have them so: `in_tiles`."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"
     """The Flax class that computes it, as module:name."""
 
@@ -127,6 +127,11 @@ class ModelConfig(ServedModel):
         return self.expert_type != self.dtype
 
     @property
+    def quantizes_inputs(self) -> bool:
+        """Whether products of linear layers quantise what they multiply."""
+        return any(format.quantizes_inputs for format in self.formats)
+
+    @property
     def widens_in_products(self) -> bool:
         """Whether products may make their whole weight in the model's type first."""
         return any(format.widens_in_products for format in self.formats)
@@ -165,7 +170,7 @@ class ModelConfig(ServedModel):
         return self._split(size, math.ceil(self.vocab_size / multiple) * multiple)
 
     def in_tiles(self) -> "ModelConfig":
-        """This config, split over devices, with weights of linear layers in the order of kernels where these take their formats."""
+        """This config, split over devices, with weights in the order of kernels where these take their formats."""
         return dataclasses.replace(self, has_tiles=True, formats=tuple(format.in_tiles() for format in self.formats))
 
     def described(self) -> dict[str, Any]:

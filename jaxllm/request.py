@@ -218,6 +218,8 @@ class Request:
     """Whether drafts are proposed behind the latest planned step of the request."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
+    num_found_blocks: int = sys.maxsize
+    """Fewest blocks that were found in the prefix cache at an admission. It computed none of them."""
     accepted_counts: list[int] = field(default_factory=list)
     """Steps that have verified drafts, by the number of drafts that they accepted."""
     num_draft_tokens: int = 0

@@ -34,6 +34,11 @@ class RequestOptions:
     kv_transfer: KVTransfer | None = None
     """Where blocks of its prompt come from, and for whom they are kept; None: this engine computes and uses them alone."""
 
+    max_load_tokens: int | None = None
+    """Most tokens that tiers behind the devices' cache load of it; None: as many as they have."""
+    max_offload_tokens: int | None = None
+    """Of its first so many tokens, tiers store the blocks that it computes; None: of all."""
+
     def check(self) -> None:
         """Raise InvalidRequestError for a value that no engine takes."""
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):

@@ -64,7 +64,7 @@ class WeightSpec:
     splits_inputs: bool = False
     """Whether devices split the dimensions that products contract."""
     split_outputs: int | None = None
-    """The dimension of a linear layer's outputs that devices split; None: each has them all."""
+    """The dimension of the outputs that devices split; None: each has them all. Weights of experts have one."""
 
 
 class Expected(NamedTuple):
@@ -185,8 +185,8 @@ class WeightFormat:
         return self
 
     def in_tiles(self) -> Self:
-        """The format of the same weights, those of linear layers in the order of the kernels of `pallas_kernels.quantized_matmul` where
-        these take their numbers."""
+        """The format of the same weights, in the order of the kernels of `pallas_kernels.quantized_matmul` where these take their
+        numbers."""
         return self
 
     @property
@@ -221,9 +221,18 @@ class WeightFormat:
         """This format as a weight that it declares is in it, if its weights differ."""
         return self
 
-    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply) -> Array:
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether products of linear layers quantise what they multiply, unless they are `weight_only`."""
+        return False
+
+    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
         """Multiply x by a linear layer's weight: [..., contracted as one] to [..., *outputs], in x's type. shards: what x and the
-        contracted dimension are split over. multiply: for a weight in tiles."""
+        contracted dimension are split over. multiply: for a weight in tiles. weight_only: leave x as it is."""
+        raise NotImplementedError
+
+    def sums(self, arrays: Arrays, x: Any) -> Any:
+        """`Sums` of a linear layer with x, which is `Quantized` (`pallas_kernels.quantize`), in a format that quantises inputs."""
         raise NotImplementedError
 
     def operand(self, arrays: Arrays) -> Any:

@@ -14,12 +14,14 @@ OPS = (
     "lora",
     "mla_attention",
     "paged_attention",
+    "quantize",
     "quantized_matmul",
     "rope_cache_write",
     "sampling",
     "segment_attention",
 )
 _USES = {
+    "grouped_matmul": ("quantized_matmul",),
     "lora": ("grouped_matmul",),
     "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),
     "paged_attention": ("cache_write",),

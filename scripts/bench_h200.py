@@ -15,6 +15,9 @@ limit: the least time that the row's bytes and operations take (jaxllm/measuring
 bf16 product in the same run. idle: share of the time without a kernel. Stretches of such work are traced after all rows are timed;
 what the kernels took there is set against the time that the same work takes untraced (against the traced time, to which the
 profiler adds, where no row tells that: mixed and 128). Each of several models runs in a separate process.
+
+Dummy weights are drawn in the form that config.json says: for weights in 4 or 8 bits give another quantization_config, as
+hf_overrides={"quantization_config": {"quant_method": "compressed-tensors", …}}.
 """
 
 import argparse

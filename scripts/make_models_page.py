@@ -74,7 +74,7 @@ attention keep the model's type.
 | value | weights | activations | bits per byte of the demo model |
 |---|---|---|---|
 | – | as stored | | 1.1191 |
-| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token | 1.1192 (+0.01 %) |
+| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token; on a GPU in steps of up to 16 tokens as they are | 1.1192 (+0.01 %) |
 | `int8` | 8-bit integers, a scale per output channel; experts with a tensor each too | as they are | 1.1197 (+0.05 %) |
 | `int4` | 4-bit integers, a scale per group of inputs; experts with a tensor each too | as they are | 1.1267 (+0.7 %) |
 
@@ -95,8 +95,13 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 Weights that are widened inside products stay in memory with their scales and zero points; sums are float32. Activations
 keep the model's type, also where the checkpoint was made for activations in 4 or 8 bits: that is more exact. A head, an
 embedding and what latents are multiplied with become the model's type while they are read, and with `--dequantize` all
-these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece. There is no kernel for
-these weights yet: XLA widens them.
+these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece.
+
+On Hopper GPUs with JAX 0.11 or later, a kernel multiplies weights of linear layers in int4, int8, fp8, NVFP4, MXFP4,
+MXFP8 and nf4 in engines in bfloat16, after the check at the start found it right in the model's shapes. It takes groups
+of a multiple of 16 inputs on each device, and no minimums (GGUF's types with K and _1); nf4's table is rounded to
+bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check fails, and
+of experts, fp4 and IQ4_NL always. `--attention-implementation xla` turns the kernel off, with all others.
 
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no
 quantization_config, its text_config's counts, or compression_config, or what stands in hf_quant_config.json (ModelOpt),

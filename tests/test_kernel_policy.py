@@ -63,13 +63,13 @@ def test_without_rows_of_drafts_no_step_has_drafts() -> None:
 
 
 @pytest.mark.parametrize("policy", [CPU, GPU], ids=["CPU", "GPU"])
-def test_sizes_are_sorted_and_thresholds_positive(policy: KernelPolicy) -> None:
+def test_sizes_are_sorted_and_thresholds_not_negative(policy: KernelPolicy) -> None:
     for field in fields(policy):
         value = getattr(policy, field.name)
         if isinstance(value, tuple):
             assert value == tuple(sorted(set(value))) and min(value, default=1) > 0, field.name
         else:
-            assert value > 0, field.name
+            assert value >= 0, field.name
 
 
 @pytest.mark.parametrize(("num_tokens", "num_runs"), [(2046, 1), (2048, 2), (2049, 1), (2050, 2)])

@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.engine import messages
 from jaxllm.errors import InvalidRequestError
-from jaxllm.kv_transfer import MAX_BYTES, KVTransfer, read_kv_transfer
+from jaxllm.kv_transfer import MAX_BYTES, KVTransfer, read_kv_limits, read_kv_transfer
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest
 from jaxllm.request_options import RequestOptions
@@ -62,8 +62,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"do_remote_decode": True, "do_remote_prefill": True}, "both do_remote_decode and do_remote_prefill"),
     ({"do_remote_decode": 1}, "kv_transfer_params.do_remote_decode is 1, must be true or false"),
     ({"do_remote_prefill": "true"}, "kv_transfer_params.do_remote_prefill is 'true'"),
-    ({"max_load_tokens": 0}, "kv_transfer_params.max_load_tokens is not supported.*leave it out"),
-    ({"max_offload_tokens": 10**80}, "kv_transfer_params.max_offload_tokens is not supported"),
     ({"do_remote_prefill": True}, "remote_engine_id is missing"),
     ({**TO_DECODE, "remote_request_id": ["a"]}, "remote_request_id is a list"),
     ({**TO_DECODE, "remote_engine_id": ""}, "remote_engine_id has 0 characters"),
@@ -94,6 +92,27 @@ def test_what_is_wrong_is_named(params: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequestError, match=text) as caught:
         read_kv_transfer(params)
     assert caught.value.param == "kv_transfer_params"
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"max_load_tokens": -1}, "kv_transfer_params.max_load_tokens is -1, must be 0 to 9223372036854775807"),
+        ({"max_offload_tokens": 10**80}, "kv_transfer_params.max_offload_tokens is 10000"),
+        ({"max_offload_tokens": "9"}, "kv_transfer_params.max_offload_tokens is '9', must be an integer"),
+        ({"max_load_tokens": False}, "kv_transfer_params.max_load_tokens is False, must be an integer"),
+    ],
+)
+def test_wrong_limits_are_named(params: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        read_kv_limits(params)
+
+
+def test_limits_are_options_of_any_request() -> None:
+    limits = {"max_load_tokens": 0, "max_offload_tokens": 4096}
+    assert read_kv_limits(limits) == read_kv_limits({**TO_DECODE, **limits}) == limits
+    assert read_kv_limits(None) == read_kv_limits({}) == dict.fromkeys(limits)
+    assert read_kv_transfer(limits) is None and read_kv_transfer({**TO_DECODE, **limits}) == PULLED
 
 
 def test_block_numbers_of_a_million_tokens_fit() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -11,6 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import candidates
+from jaxllm.engine.kernel_shapes import TiledWeights
 from jaxllm.kernel_verdicts import VerdictStore
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
@@ -18,7 +20,6 @@ from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.runner.runner import ModelRunner
-from pallas_kernels.checking import quantized_matmul
 
 
 @dataclass
@@ -39,11 +40,15 @@ class EarlyPrograms:
         plan: MemoryPlan,
         mesh: Mesh,
         adaptation: Adaptation | None,
-        tiles: tuple[quantized_matmul.Shapes, ...],
+        tiles: TiledWeights,
     ) -> Choice:
         """Choose kernels that pass the kernel check. `wanted` is the option attention_implementation as given."""
         device = mesh.local_devices[0]
-        has = {"has_adapters": adaptation is not None, "has_tiles": bool(tiles)}
+        has: dict[str, Any] = {
+            "has_adapters": adaptation is not None,
+            "has_tiles": bool(tiles.linears),
+            "expert_types": tiles.expert_types,
+        }
         with self._left_on_error():
             return choose_kernels(
                 candidates(wanted, model, plan, mesh, on_gpu=device.platform != "cpu", **has),

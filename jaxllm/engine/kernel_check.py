@@ -21,7 +21,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.failures import Failure, kind_of
 from jaxllm.engine.fingerprint import surroundings
 from jaxllm.engine.kernel_choice import PLAIN, Candidates
-from jaxllm.engine.kernel_shapes import shapes_of
+from jaxllm.engine.kernel_shapes import NO_TILES, TiledWeights, shapes_of
 from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, Subject, Verdict, VerdictStore
 from jaxllm.log import logger
@@ -38,6 +38,7 @@ from pallas_kernels.checking import (
     grouped_matmul,
     lora,
     mla_attention,
+    quantize,
     quantized_matmul,
     rope_cache_write,
     sampling,
@@ -56,6 +57,7 @@ _CASES: dict[str, Any] = {
     "grouped_matmul": grouped_matmul.cases,
     "lora": lora.cases,
     "mla_attention": mla_attention.cases,
+    "quantize": quantize.cases,
     "quantized_matmul": quantized_matmul.cases,
     "sampling": sampling.cases,
     "segment_attention": segment_attention.cases,
@@ -82,7 +84,7 @@ def choose_kernels(
     is_named: bool,
     mesh: Mesh | None = None,
     adaptation: Adaptation | None = None,
-    tiles: tuple[quantized_matmul.Shapes, ...] = (),
+    tiles: TiledWeights = NO_TILES,
     meanwhile: Callable[[Kernels], None] = lambda kernels: None,
 ) -> Choice:
     """Choose the first candidate of each op that passes the check set by `config.compile.kernel_check`.
@@ -105,6 +107,11 @@ def choose_kernels(
         ops=tuple(op for op in found if op not in skipped),
     )
     return check_.run(meanwhile)
+
+
+def _is_newer(shapes: Any) -> bool:
+    """Whether kernels that were carried over may lack these shapes: attention over parts of the keys, and packed experts."""
+    return getattr(shapes, "num_parts", 1) > 1 or getattr(shapes, "stored", None) is not None
 
 
 @dataclass
@@ -173,10 +180,7 @@ class KernelCheck:
         for op, names in self.left.items():
             if op in self.named or names[0] in PLAIN:
                 continue
-            # Attention over parts of the keys is newer than what may have been carried over.
-            if is_verified(
-                kind, op, carried=not any(getattr(shapes, "num_parts", 1) > 1 for shapes in self.shapes.get(op, ()))
-            ):
+            if is_verified(kind, op, carried=not any(map(_is_newer, self.shapes.get(op, ())))):
                 self.passed[op] = "verified"
                 continue
             kept = [name for name in names if name in PLAIN]

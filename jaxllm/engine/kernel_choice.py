@@ -1,6 +1,6 @@
 """Lists the implementations of each op that an engine can use, in order of preference."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -9,7 +9,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, Audio, LatentAttention, Vision
+from jaxllm.model_parts import Attention, Audio, LatentAttention, MoE, Vision
 from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
@@ -21,6 +21,7 @@ from pallas_kernels import (
     lora,
     mla_attention,
     paged_attention,
+    quantize,
     quantized_matmul,
     rope_cache_write,
     sampling,
@@ -84,12 +85,16 @@ def attention_candidates(
     return found if wanted == "auto" else dict.fromkeys(found, (wanted,))
 
 
-def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool) -> bool:
+def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bool) -> bool:
     """Whether weights in 4 and 8 bits are laid out for kernels: those of this GPU take the model's type, or a CPU was asked for kernels.
-    `wanted` is the option attention_implementation."""
-    if on_gpu:
-        return wanted not in PLAIN and quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] not in PLAIN
-    return wanted not in ("auto", *PLAIN)
+
+    `wanted` is the option attention_implementation. is_checked: kernels that were not verified on this kind of GPU are checked; else
+    they are not used."""
+    if wanted in PLAIN or not on_gpu:
+        return wanted not in ("auto", *PLAIN)
+    if not is_checked:
+        return quantized_matmul.choose(platform="gpu", dtype=model.dtype) not in PLAIN
+    return quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] not in PLAIN
 
 
 def candidates(
@@ -101,9 +106,10 @@ def candidates(
     on_gpu: bool,
     has_adapters: bool = False,
     has_tiles: bool = False,
+    expert_types: Sequence[str | None] = (),
 ) -> Candidates:
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops.
-    has_tiles: some weights are in tiles."""
+    has_tiles: weights of some linear layers are in tiles. expert_types: those of mixtures' weights, if some are in tiles."""
     num_parts = context_size(mesh)
     has_part = num_parts > 1 or model.attends_within_images
     found = attention_candidates(wanted, model, plan.block_size // num_parts, on_gpu=on_gpu, has_part=has_part)
@@ -114,6 +120,8 @@ def candidates(
     if has_tiles:
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     encoder = model.vision or model.audio
+    if tensor_size(mesh) == 1 and (widths := quantized_widths(model)):
+        found["quantize"] = ("xla",) if is_plain else _quantize_candidates(model, widths, on_gpu=on_gpu)
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
         others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))
@@ -128,11 +136,27 @@ def candidates(
         **found,
         "sampling": sample,
         "collectives": _collectives(model, mesh, on_gpu=on_gpu),
-        **(_of_mixtures(model, mesh, on_gpu=on_gpu) if model.mixtures else {}),
+        **(_of_mixtures(model, mesh, expert_types, on_gpu=on_gpu) if model.mixtures else {}),
         **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
         **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
         **({"segment_attention": _segment_candidates(model, encoder, on_gpu=on_gpu)} if encoder else {}),
     }
+
+
+def quantized_widths(model: ModelConfig) -> tuple[int, ...]:
+    """The widths of the vectors that products of layers quantise, where kernels may do that; empty: no product does, or it is left to
+    plain JAX, as in layers without keys and values."""
+    if not model.quantizes_inputs or model.latent_attentions or model.delta_nets:
+        return ()
+    dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
+    widths = [model.hidden_size, *(part.num_heads * part.head_dim for part in model.attentions)]
+    return tuple(dict.fromkeys([*widths, *(mlp.width for mlp in dense if mlp is not None)]))
+
+
+def _quantize_candidates(model: ModelConfig, widths: tuple[int, ...], *, on_gpu: bool) -> tuple[str, ...]:
+    if model.dtype != "bfloat16":
+        return ("xla",)  # its sums are float32: scales might leave the range of float16
+    return quantize.candidates(platform="gpu", dtype=model.dtype, widths=widths, interpret=not on_gpu)
 
 
 def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
@@ -152,7 +176,7 @@ def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu
     )
 
 
-def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
+def _of_mixtures(model: ModelConfig, mesh: Mesh, expert_types: Sequence[str | None], *, on_gpu: bool) -> Candidates:
     choice = _of_all(
         expert_choice.candidates(
             platform="gpu",
@@ -166,12 +190,13 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> Candidates:
         grouped_matmul.candidates(
             platform="gpu",
             dtype=model.dtype,
-            weight_dtype=model.expert_type,
+            weight_dtype=weight_dtype or model.expert_type,
             width=model.hidden_size,
             hidden=part.width // (1 if part.by_expert else tensor_size(mesh)),
             interpret=not on_gpu,
         )
         for part in model.mixtures
+        for weight_dtype in expert_types or (None,)
     )
     return {"expert_choice": choice, "grouped_matmul": experts}
 

@@ -1,21 +1,24 @@
 """The shapes in which an engine calls each op on one device: those that its kernels are checked in."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from flax import nnx
 
 from jaxllm.config import EngineConfig
+from jaxllm.layers.linear import PackedWeight
+from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.parameters import weights
 from jaxllm.layers.routing import rule_of
 from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import Attention
+from jaxllm.model_parts import Attention, MoE
 from jaxllm.parallel.topology import Topology
 from jaxllm.quantization.formats.packed import PackedFormat
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.memory import MemoryPlan
+from jaxllm.weight_format import WeightFormat
 from pallas_kernels.checking import (
     attention_at_start,
     collectives,
@@ -24,11 +27,32 @@ from pallas_kernels.checking import (
     grouped_matmul,
     lora,
     mla_attention,
+    quantize,
     quantized_matmul,
     rope_cache_write,
     sampling,
     segment_attention,
 )
+from pallas_kernels.grouped_matmul.packed import type_of
+from pallas_kernels.quantized_matmul import TILE, decoder_of
+
+
+@dataclass(frozen=True)
+class TiledWeights:
+    """The distinct weights in tiles of an engine's models, on one device."""
+
+    linears: tuple[quantized_matmul.Shapes, ...] = ()
+    experts: tuple[tuple[MoE, tuple[grouped_matmul.Stored, grouped_matmul.Stored] | None], ...] = ()
+    """Of each mixture, how its gate and up, and its down, are packed; None: they are not in tiles."""
+
+    @property
+    def expert_types(self) -> tuple[str | None, ...]:
+        """The types of mixtures' weights as `grouped_matmul.candidates` takes them; None: the model's."""
+        found = ((None,) if stored is None else tuple(type_of(each.number) for each in stored) for _, stored in self.experts)
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
+
+NO_TILES = TiledWeights()
 
 
 @dataclass(frozen=True)
@@ -45,8 +69,7 @@ class _Engine:
     adaptation: Adaptation | None
     num_parts: int = 1
     """Devices that split the keys of a row."""
-    tiles: tuple[quantized_matmul.Shapes, ...] = ()
-    """The distinct weights in tiles."""
+    tiles: TiledWeights = NO_TILES
 
     @property
     def page_size(self) -> int:
@@ -122,6 +145,7 @@ def _expert_choice(engine: _Engine) -> tuple[expert_choice.Shapes, ...]:
 
 def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     model, tensor_parallel = engine.model, engine.tensor_parallel
+    mixtures = engine.tiles.experts or tuple((part, None) for part in model.mixtures)
     return tuple(
         grouped_matmul.Shapes(
             dtype=model.dtype,
@@ -132,8 +156,9 @@ def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
             activation=part.activation,
             has_biases=part.bias,
             is_packed=model.has_packed_experts,
+            stored=stored,
         )
-        for part in model.mixtures
+        for part, stored in mixtures
     )
 
 
@@ -157,12 +182,40 @@ def _lora(engine: _Engine) -> tuple[lora.Shapes, ...]:
 
 
 def shapes_of_tiles(models: Iterable[nnx.Module], dtype: str) -> tuple[quantized_matmul.Shapes, ...]:
-    """The distinct weights in tiles of models that compute in this type, on one device."""
+    """The distinct weights of linear layers in tiles of models that compute in this type, on one device."""
     formats = (weight.format for model in models for weight in weights(model))
-    found = (
-        _shapes_of_tiles(format, dtype) for format in formats if isinstance(format, PackedFormat) and format.tiled is not None
-    )
+    found = (_shapes_of_tiles(format, dtype) for format in formats if _is_tiled(format) and not format.tiled.num_lead)
     return tuple(dict.fromkeys(found))
+
+
+def tiled_weights(models: Sequence[nnx.Module], dtype: str) -> TiledWeights:
+    """Those of models that compute in this type."""
+    mixtures = [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, MixtureOfExperts)]
+    experts = dict.fromkeys((mixture.part, _experts_in_tiles(mixture)) for mixture in mixtures)
+    has_tiles = any(stored is not None for _, stored in experts)
+    return TiledWeights(shapes_of_tiles(models, dtype), tuple(experts) if has_tiles else ())
+
+
+def _is_tiled(format: WeightFormat) -> TypeGuard[Any]:
+    return isinstance(format, PackedFormat) and format.tiled is not None
+
+
+def _experts_in_tiles(mixture: MixtureOfExperts) -> tuple[grouped_matmul.Stored, grouped_matmul.Stored] | None:
+    def stored(weight: Any) -> grouped_matmul.Stored | None:
+        if not isinstance(weight, PackedWeight) or not _is_tiled(weight.format):
+            return None
+        parts = {name: getattr(weight, name) for name in weight.names}
+        scale, words, scheme = parts.get("scale"), parts["words"], weight.format.weight_scheme
+        return grouped_matmul.Stored(
+            decoder_of(scheme.number),
+            None if scale is None else words.shape[-2] * TILE // scale.shape[-2],
+            "bfloat16" if scale is None else str(scale.dtype),
+            has_zeros="zero" in parts,
+            has_factor="factor" in parts,
+        )
+
+    gate_up, down = stored(mixture.gate_up), stored(mixture.down)
+    return None if gate_up is None or down is None else (gate_up, down)
 
 
 def _shapes_of_tiles(format: PackedFormat, dtype: str) -> quantized_matmul.Shapes:
@@ -181,7 +234,7 @@ def _shapes_of_tiles(format: PackedFormat, dtype: str) -> quantized_matmul.Shape
 
 
 def _quantized_matmul(engine: _Engine) -> tuple[quantized_matmul.Shapes, ...]:
-    return engine.tiles
+    return engine.tiles.linears
 
 
 def _mla_attention(engine: _Engine) -> tuple[mla_attention.Shapes, ...]:
@@ -224,6 +277,25 @@ def _sampling(engine: _Engine) -> tuple[sampling.Shapes, ...]:
     )
 
 
+def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
+    model = engine.model
+    if not model.quantizes_inputs:
+        return ()
+    dense = [layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers]
+    found = (
+        quantize.Shapes(
+            dtype=model.dtype,
+            width=model.hidden_size,
+            of_heads=layer.attention.num_heads * layer.attention.head_dim,
+            of_mlp=0 if mlp is None else mlp.width,
+            eps=1e-5 if layer.mlp_norm is None else layer.mlp_norm.eps,
+        )
+        for layer, mlp in zip(model.layers, dense, strict=True)
+        if isinstance(layer.attention, Attention)
+    )
+    return tuple(dict.fromkeys(found))
+
+
 def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
     encoder = engine.model.vision or engine.model.audio
     return () if encoder is None else (segment_attention.Shapes(engine.model.dtype, encoder.num_heads, encoder.head_dim),)
@@ -239,6 +311,7 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "mla_attention": _mla_attention,
     "quantized_matmul": _quantized_matmul,
     "collectives": _collectives,
+    "quantize": _quantize,
     "sampling": _sampling,
     "segment_attention": _segment_attention,
 }
@@ -249,9 +322,9 @@ def shapes_of(
     model: ModelConfig,
     plan: MemoryPlan,
     adaptation: Adaptation | None = None,
-    tiles: tuple[quantized_matmul.Shapes, ...] = (),
+    tiles: TiledWeights = NO_TILES,
 ) -> dict[str, tuple[Any, ...]]:
-    """By op, the sets of shapes that its cases depend on, on one device. tiles: see `shapes_of_tiles`."""
+    """By op, the sets of shapes that its cases depend on, on one device."""
     topology = Topology.of(config.parallel)
     sizes = topology.tensor, topology.expert
     engine = _Engine(model, plan, *sizes, config.model.max_logprobs, adaptation, topology.context, tiles)

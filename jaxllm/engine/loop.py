@@ -21,6 +21,8 @@ LONG_STEP_SECONDS = 0.0035
 """Steps longer than this give the host time to read one and dispatch another while the next runs, so two in flight keep the device busy."""
 LONG_STEP_TOKENS = 1024
 """Steps of so many tokens take longer than that, with models of 1 B parameters and more."""
+LARGE_STEP_TOKENS = 256
+"""The host starts a step of so many tokens in a small part of the time that it takes."""
 _NUM_RECENT_STEPS = 8
 MAX_WAIT_SECONDS = 0.02
 """Longest time that one step waits for what requests need, or for blocks that are being loaded, when there is no other work."""
@@ -59,6 +61,8 @@ class StepLoop:
         self._mask_pace = MaskPace()
         self._last_read_at: float | None = None
         """When the latest step was read, if the next one was already in flight."""
+        self._idle_until = 0.0
+        """When the latest step was started that found none in flight."""
         self._recent_seconds: deque[float] = deque(maxlen=_NUM_RECENT_STEPS)
         """Durations of the latest steps that began when the previous one ended."""
         self.wait_seconds = 0.0
@@ -83,6 +87,8 @@ class StepLoop:
                     self.scheduler.wait_for_blocks(MAX_WAIT_SECONDS)
                     self._wait(MAX_WAIT_SECONDS)
                 break
+            if not self._in_flight:
+                self._idle_until = time.perf_counter()
             pending = self.ops.dispatch(plan)
             self._in_flight.append((plan, pending))
             if len(self._in_flight) == 1:
@@ -102,6 +108,8 @@ class StepLoop:
         self.ops.take(pending)
         if self._last_read_at is not None and plan.rows:
             self._note_seconds(plan, pending, end - self._last_read_at)
+        elif plan.num_tokens >= LARGE_STEP_TOKENS and plan.new_requests:
+            self.scheduler.note_seconds(plan, end - self._idle_until)  # a little more than it took
         self._last_read_at = end if self._in_flight else None
         self._outputs += self.scheduler.update_from_output(plan, result)
         self._sample_if_possible()

@@ -22,7 +22,7 @@ from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_choice import attention_implementation, wants_tiles
-from jaxllm.engine.kernel_shapes import shapes_of_tiles
+from jaxllm.engine.kernel_shapes import tiled_weights
 from jaxllm.engine.parallel_backends import check_backend, make_runner, make_stages
 from jaxllm.engine.step_sizes import with_prefill_limit
 from jaxllm.eplb_options import EplbConfig
@@ -131,6 +131,12 @@ class Prepared:
             for stage, mesh in zip(stages, meshes, strict=True):
                 check_pool(stage.plan, mesh.local_devices)
         resolved = config
+        if starts and model_config.quantizes_inputs and (most := policy.max_weight_only_rows):
+            logger.info(
+                "steps of up to %d tokens multiply fp8 weights with activations in %s, larger ones in fp8",
+                most,
+                model_config.dtype,
+            )
 
         def make(kernels: Kernels) -> DeviceRunner:
             of_kernels = resolved.replace(attention_implementation=kernels.attention)
@@ -145,7 +151,7 @@ class Prepared:
             models: list[nnx.Module] = [stage.model for stage in stages]
             if drafter is not None and drafter.model is not None:
                 models.append(drafter.model)
-            tiles = shapes_of_tiles(models, model_config.dtype)
+            tiles = tiled_weights(models, model_config.dtype)
             chosen = early.choose(wanted, config, computed, stages[0].plan, _own(meshes), adaptation, tiles)
         kernels = chosen.kernels
         with times.part("config and model"):
@@ -352,7 +358,9 @@ def resolve_sizes(
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
     check_backend(config, model_config)
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
-    if wants_tiles(config.compile.attention_implementation, model_config, on_gpu=on_gpu):
+    options = config.compile
+    is_checked = options.kernel_check != "off"
+    if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked):
         model_config = model_config.in_tiles()
     config = config.replace(
         attention_implementation=attention_implementation(

@@ -56,6 +56,7 @@ class HostTier:
         """num_cold: see CacheTier. min_tokens: fewer are computed. protected_share: see Contents. stores: in the order in which they are
         asked."""
         self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
+        self.copy_blocks = copies.max_blocks
         self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
         self.contents = Contents(copies.num_slots, protected_share, self._note_change)
         self._listener: TierListener | None = None
@@ -87,15 +88,16 @@ class HostTier:
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()
-        here = [name for name in names if self.contents.is_ready(name)]
         behind = self._stores.find([name for name in names if name not in self.contents])
-        if self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
-            self._protect(names)  # what is read must not take their place
+        if not self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
+            here = [name for name in names if self.contents.is_ready(name)]
+            return here if len(here) < len(names) else ()
+        self._protect(names)  # what is read must not take their place
+        if behind:
             # They are loaded a part at a time, but read at once: host memory has room for them before the blocks are free.
             self._stores.read([name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)])
             self._protect(names)  # nor what is stored until they are loaded
-            return names
-        return here if len(here) < len(names) else ()
+        return names
 
     def _protect(self, names: Sequence[bytes]) -> None:
         for content in map(self.contents.get, names):
@@ -123,7 +125,8 @@ class HostTier:
             (index for index, name in enumerate(names) if name in found), key=lambda i: found[names[i]].is_being_read
         )
         for start in range(0, len(indices), size):
-            part = indices[start : start + size]
+            # Neighbouring slots are copied at once: in order of the sequence they run backwards, as its end is stored first.
+            part = sorted(indices[start : start + size], key=lambda i: found[names[i]].slot)
             load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
         for content in found.values():
             content.read_from = None
@@ -154,14 +157,15 @@ class HostTier:
         ops: list[AnyDeviceOp] = []
         num_taken = 0
         while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
-            blocks, contents = [], []
+            taken: list[tuple[Content, int]] = []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
                 if (content := self.contents.add(name, was_used=name in used)) is None:
                     break
-                blocks.append(block)
-                contents.append(content)
-            if not contents:
+                taken.append((content, block))
+            if not taken:
                 break
+            taken.sort(key=lambda each: each[0].slot)
+            contents, blocks = [content for content, _ in taken], [block for _, block in taken]
             num_taken += len(contents)
             self._allocated.add(len(contents))
             number, staging = next(self._numbers), self._free_staging.pop()

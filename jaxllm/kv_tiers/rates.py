@@ -10,6 +10,8 @@ MIN_STEP_TOKENS = 256
 """Steps of fewer tokens do not tell how long each takes: they read weights most of the time."""
 _BYTES_PER_SECOND = 10e9
 """Rate of copies before the first: pageable memory is as fast."""
+_FIRST_TOKEN_SECONDS = 1e-4
+"""Time of a token before the first large step. An engine whose prompts are all in slow files would never make one if it loaded them."""
 _NUM_RECENT = 32
 
 
@@ -41,9 +43,8 @@ class Rates:
 
     def is_worth_loading(self, num_blocks: int, num_tokens: int, seconds: float = 0.0) -> bool:
         """Whether to load so many blocks, rather than to compute so many tokens. seconds: until host memory has them."""
-        if not self._token_seconds:
-            return True
-        computing = num_tokens * _lower_quartile(self._token_seconds)
+        token_seconds = _lower_quartile(self._token_seconds) if self._token_seconds else _FIRST_TOKEN_SECONDS
+        computing = num_tokens * token_seconds
         loading = seconds + FIXED_SECONDS + num_blocks * _lower_quartile(self._block_seconds)
         return loading <= MARGIN * computing
 

@@ -14,11 +14,13 @@ class SlotMemory(Protocol):
 
     block_bytes: int
     """Bytes of a block's content."""
+    slot_bytes: int
+    """Bytes from one slot to the next."""
     sums: np.ndarray
     """uint32 [slots, parts, sums]: checksums that the devices computed. They travel with the content."""
 
-    def view(self, slot: int) -> memoryview:
-        """The bytes of a slot's content, which can be written."""
+    def view(self, slot: int, count: int = 1) -> memoryview:
+        """The bytes of a slot's content, which can be written; of so many consecutive slots with what lies between their contents."""
 
 
 class Transfer(NamedTuple):

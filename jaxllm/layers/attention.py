@@ -19,6 +19,7 @@ from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Norm, QueryScale
 from jaxllm.parallel.shards import Shards
+from pallas_kernels.quantize import Quantized, Sums
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -89,7 +90,12 @@ class GroupedQueryAttention(nnx.Module):
             None if format is None else abstract_param((2,), ("kv",), "float32", source=scales, init="ones", format=format)
         )
 
-    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether all products with what it takes do."""
+        return self.qkv.quantizes_inputs and (self.gate is None or self.gate.quantizes_inputs)
+
+    def __call__(self, runs: Sequence[Array | Quantized], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         part = self.part
         qkv_TKGH = products(self.qkv, runs, step)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.layers.audio import AudioEmbedder, AudioEncoder
-from jaxllm.layers.decoder import CausalLM
+from jaxllm.layers.decoder import CausalLM, DecoderBlock
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.parameters import parameters
 from jaxllm.layers.vision import VisionTower
@@ -43,6 +43,9 @@ def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:
     for _, part in nnx.iter_modules(blocks):
         if isinstance(part, Linear):
             part.take_formats(config.formats)
+    for _, part in nnx.iter_modules(blocks):
+        if isinstance(part, DecoderBlock):
+            part.take_formats()
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -17,6 +17,7 @@ from jaxllm.layers.source import Module
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, CrossAttentionLayer
+from pallas_kernels.quantize import Sums
 
 TILE = 32
 """Tokens of a step whose keys and values are gathered at a time, where rows may have several tokens."""
@@ -46,7 +47,7 @@ class CrossAttention(nnx.Module):
         """Keys and values [K, F, H] of the encoder's positions, which rows keep; of several devices, those of this one's heads."""
         return self.k(x_FD).swapaxes(0, 1), self.v(x_FD).swapaxes(0, 1)
 
-    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
+    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         assert step.states is not None, "the step has no states by row"
         kept = step.states.read(self.layer)
@@ -101,12 +102,12 @@ class CrossAttentionBlock(DecoderBlock):
     def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step, kept_R: Array | None = None) -> list[Run]:
         """See DecoderBlock."""
         assert kept_R is None, "no drafter has such layers"
-        nothing, shards = NoNorm(), step.shards
+        nothing = NoNorm()
         attended = self.attention([normed_TD for _, normed_TD in runs], step)
-        runs = self._joined(attended, runs, nothing, self.cross_norm, shards)
+        runs = self._joined(attended, runs, nothing, self.cross_norm, step)
         crossed = self.cross([normed_TD for _, normed_TD in runs], step)
-        runs = self._joined(crossed, runs, nothing, self.mlp_norm, shards)
-        return self._joined(self._fed_forward(runs, step), runs, nothing, next_norm, shards)
+        runs = self._joined(crossed, runs, nothing, self.mlp_norm, step)
+        return self._joined(self._fed_forward(runs, step), runs, nothing, next_norm, step)
 
 
 class CrossAttentionLM(CausalLM):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,18 +15,19 @@ from jaxllm.layers.gated_delta_net import GatedDelta
 from jaxllm.layers.latent_attention import MultiHeadLatentAttention
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
-from jaxllm.layers.norm import NoNorm, Normalization, make_norm
+from jaxllm.layers.norm import AnyNorm, NoNorm, make_norm
 from jaxllm.layers.runs import starts
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, MoE
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
+from pallas_kernels.quantize import Sums, scaled
 
-Run = tuple[Array, Array]
-"""Some of a step's tokens, one after the other: their x [T, D] and its norm, which is what the next layer takes."""
+Run = tuple[Array, Any]
+"""Some of a step's tokens, one after the other: their x [T, D] and its norm, which is what the next layer takes: an array, or `Quantized`
+as `Step.add_and_norm` makes it."""
 
 
-AnyNorm = Normalization | NoNorm
 _ATTENTION: dict[type, Callable[..., GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta]] = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
@@ -48,6 +50,12 @@ class DecoderBlock(nnx.Module):
         self.mlp = make_mlp(config, parts.mlp, prefix)  # type: ignore[arg-type]
         self.mlp_post_norm = norm(parts.mlp_post_norm)
 
+    def take_formats(self) -> None:
+        """Note which norms only linear layers take that quantise them, by the formats of these."""
+        attends, feeds = self.attention.quantizes_inputs, self.mlp.quantizes_inputs
+        self.attention_norm.before_quantized = attends and (feeds or not self.parts.parallel)
+        self.mlp_norm.before_quantized = feeds
+
     @property
     def kept_layers(self) -> tuple[int, ...]:
         """Where `cache_specs` has what it keeps between steps."""
@@ -58,33 +66,33 @@ class DecoderBlock(nnx.Module):
 
         kept_R: indices in the only run of the tokens whose result is wanted; of the others, the cache gets what it keeps.
         """
-        shards = step.shards
         attended = self.attention([normed_TD for _, normed_TD in runs], step)
         if kept_R is not None:
             attended, runs = [attended[0][kept_R]], [(runs[0][0][kept_R], runs[0][1][kept_R])]
             step = replace(step, is_real_T=None)
         if self.parts.parallel:
-            added = [part_TD + fed_TD for part_TD, fed_TD in zip(attended, self._fed_forward(runs, step), strict=True)]
-            return self._joined(added, runs, self.mlp_post_norm, next_norm, shards)
-        runs = self._joined(attended, runs, self.attention_post_norm, self.mlp_norm, shards)
-        return self._joined(self._fed_forward(runs, step), runs, self.mlp_post_norm, next_norm, shards)
+            fed = self._fed_forward(runs, step)
+            added = [scaled(part_TD) + scaled(fed_TD) for part_TD, fed_TD in zip(attended, fed, strict=True)]
+            return self._joined(added, runs, self.mlp_post_norm, next_norm, step)
+        runs = self._joined(attended, runs, self.attention_post_norm, self.mlp_norm, step)
+        return self._joined(self._fed_forward(runs, step), runs, self.mlp_post_norm, next_norm, step)
 
-    def _fed_forward(self, runs: Sequence[Run], step: Step) -> list[Array]:
+    def _fed_forward(self, runs: Sequence[Run], step: Step) -> list[Array | Sums]:
         normed = [normed_TD for _, normed_TD in runs]
         return [self.mlp(normed_TD, step, start) for normed_TD, start in zip(normed, starts(normed), strict=True)]
 
     def _joined(
-        self, parts: Sequence[Array], runs: Sequence[Run], post_norm: AnyNorm, next_norm: AnyNorm, shards: Shards
+        self, parts: Sequence[Array | Sums], runs: Sequence[Run], post_norm: AnyNorm, next_norm: AnyNorm, step: Step
     ) -> list[Run]:
         """The runs with these partial products, summed up, normed by post_norm and scaled, added to x."""
         joined = []
         for part_TD, (x_TD, _) in zip(parts, runs, strict=True):
             if self.parts.residual_scale != 1.0:
-                part_TD = part_TD * self.parts.residual_scale
+                part_TD = scaled(part_TD) * self.parts.residual_scale
             if isinstance(post_norm, NoNorm):
-                joined.append(shards.add_and_norm(part_TD, x_TD, next_norm))
+                joined.append(step.add_and_norm(part_TD, x_TD, next_norm))
             else:
-                x_TD = x_TD + shards.add_and_norm(part_TD, None, post_norm)[1]
+                x_TD = x_TD + step.shards.add_and_norm(scaled(part_TD), None, post_norm)[1]
                 joined.append((x_TD, next_norm(x_TD)))
         return joined
 
@@ -143,7 +151,7 @@ class CausalLM(nnx.Module):
             if self.positions is not None:
                 learned_TD = self.positions(positions_T)
                 part_TD += learned_TD if shards.size == 1 else jnp.where(shards.index == 0, learned_TD, 0)
-            runs.append(shards.add_and_norm(part_TD, None, self._norm_before(0)))
+            runs.append(step.add_and_norm(part_TD, None, self._norm_before(0)))
         _keep_features(runs, step, 0)
         return runs
 

@@ -16,6 +16,7 @@ from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import GatedDeltaNet
+from pallas_kernels.quantize import Sums
 
 
 class GatedDelta(nnx.Module):
@@ -24,6 +25,9 @@ class GatedDelta(nnx.Module):
     As in the checkpoint, the outputs of in_proj_qkvz belong to K key heads one after the other: a query and a key of width H, then the
     values of G value heads of width V, then their gates; those of in_proj_ba the same way. So devices split all weights by key heads.
     """
+
+    quantizes_inputs = False
+    """Whether all products with what it takes do."""
 
     def __init__(self, config: ModelConfig, part: GatedDeltaNet, layer: int, prefix: str):
         D, K, G, H, V = config.hidden_size, part.num_key_heads, part.group_size, part.key_dim, part.value_dim
@@ -57,7 +61,7 @@ class GatedDelta(nnx.Module):
             modules=[Module(names["out"], (D,))],
         )
 
-    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
+    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         part, states = self.part, step.states
         assert states is not None, "the step has no states by row"

@@ -19,6 +19,7 @@ from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import LatentAttention
+from pallas_kernels.quantize import Sums
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -27,6 +28,9 @@ class MultiHeadLatentAttention(nnx.Module):
     Heads are split over devices; latents are computed on each of them. The values of rotated keys and queries are ordered so that
     value i turns with value i + E/2.
     """
+
+    quantizes_inputs = False
+    """Whether all products with what it takes do."""
 
     def __init__(self, config: ModelConfig, part: LatentAttention, layer: int, prefix: str):
         D, N, R, dtype = config.hidden_size, part.num_heads, part.latent_dim, config.dtype
@@ -78,7 +82,7 @@ class MultiHeadLatentAttention(nnx.Module):
             bias=part.bias,
         )
 
-    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array]:
+    def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         assert step.attend_to_latents is not None, "the step has no attention over latents"
         part = self.part

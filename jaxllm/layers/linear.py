@@ -15,10 +15,11 @@ from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.weight_format import PLAIN, WHOLE, Init, Multiply, ParamSpec, WeightFormat, WeightSpec
 from pallas_kernels import quantized_matmul
+from pallas_kernels.quantize import Quantized, Sums
 
 # Traced and lowered once for all layers of a program.
-multiply = jax.jit(quantized_matmul.product, static_argnames=("implementation", "interpret"))
-PLAINLY: Multiply = partial(multiply, implementation="xla")
+multiply_tiles = jax.jit(quantized_matmul.product, static_argnames=("implementation", "interpret"))
+PLAINLY: Multiply = partial(multiply_tiles, implementation="xla")
 
 
 def abstract_param(
@@ -54,9 +55,15 @@ class PackedWeight(nnx.Module):
     def _arrays(self) -> dict[str, Array]:
         return {name: getattr(self, name)[...] for name in self.names}
 
-    def product(self, x: Array, shards: Shards = ONE_DEVICE, multiply: Multiply = PLAINLY) -> Array:
+    def product(
+        self, x: Array, shards: Shards = ONE_DEVICE, multiply: Multiply = PLAINLY, *, weight_only: bool = False
+    ) -> Array:
         """Product of a linear layer, as `WeightFormat.product`."""
-        return self.format.product(self._arrays(), x, shards, multiply)
+        return self.format.product(self._arrays(), x, shards, multiply, weight_only=weight_only)
+
+    def sums(self, x: Quantized) -> Sums:
+        """As `WeightFormat.sums`."""
+        return self.format.sums(self._arrays(), x)  # type: ignore[no-any-return]
 
     def __getitem__(self, index: object) -> Any:
         """The weight of experts, indexed as a parameter: `weight[...]`."""
@@ -134,16 +141,30 @@ class Linear(nnx.Module):
         split_outputs = next((i for i, axis in enumerate(self.axes[n:]) if MESH_AXES[axis]), None)
         self.weight = declare(formats, WeightSpec(plain, self.modules, self.joined, n, self.is_split, split_outputs))
 
-    def __call__(self, x: Array, shards: Shards = ONE_DEVICE, multiply: Multiply = PLAINLY) -> Array:
+    @property
+    def quantizes_inputs(self) -> bool:
+        """See `WeightFormat.quantizes_inputs`."""
+        return isinstance(self.weight, PackedWeight) and self.weight.format.quantizes_inputs
+
+    def sums(self, x: Quantized) -> Array | Sums:
+        """The product with quantised vectors, without the scales unless there is a bias; of a weight that quantises inputs."""
+        assert isinstance(self.weight, PackedWeight)
+        y = self.weight.sums(x)
+        return y if self.bias is None else y.scaled() + self.bias[...].astype(y.values.dtype)
+
+    def __call__(
+        self, x: Array, shards: Shards = ONE_DEVICE, multiply: Multiply = PLAINLY, *, weight_only: bool = False
+    ) -> Array:
         """The product of this device's part of the weight.
 
         shards: of a product whose contracted dimensions are split, those that it is split over; the result is then a part
-        of the sum, with the bias in the part of the first device. multiply: by a weight in tiles.
+        of the sum, with the bias in the part of the first device. multiply: by a weight in tiles. weight_only: see
+        `WeightFormat.product`.
         """
         # One contracted dimension: XLA would transpose a weight in every step to contract several.
         x = x.reshape(*x.shape[: x.ndim - self.num_contracted], -1)
         if isinstance(self.weight, PackedWeight):
-            y = self.weight.product(x, shards, multiply)
+            y = self.weight.product(x, shards, multiply, weight_only=weight_only)
         else:
             weight = self.weight[...].astype(x.dtype)
             trailing = weight.shape[self.num_contracted :]

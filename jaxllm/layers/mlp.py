@@ -12,6 +12,7 @@ from jaxllm.layers.source import Module
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Activation
+from pallas_kernels.quantize import Quantized, Sums, scaled, silu_up_quantize
 
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -30,6 +31,7 @@ class FeedForward(nnx.Module):
         (down,) = (f"{prefix}{name}" for name in part.linears["down"])
         self.activation = ACTIVATIONS[part.activation]
         self.gated = part.gated
+        self.is_swiglu = part.gated and part.activation == "silu"
         self.gate_up = Linear(
             "td,dcf->tcf",
             (D, C, F),
@@ -49,8 +51,17 @@ class FeedForward(nnx.Module):
             transposed=part.transposed,
         )
 
-    def __call__(self, x_TD: Array, step: Step, start: int = 0) -> Array:
-        """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
-        gate_up_TCF = step.product(self.gate_up, x_TD, start)
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether all products with what it takes do."""
+        return self.gate_up.quantizes_inputs
+
+    def __call__(self, x_TD: Array | Quantized, step: Step, start: int = 0) -> Array | Sums:
+        """The output as `Step.sums`; of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
+        gate_up_TCF = step.sums(self.gate_up, x_TD, start)
+        if isinstance(gate_up_TCF, Sums) and self.is_swiglu and self.down.quantizes_inputs:
+            assert step.quantization is not None
+            return step.sums(self.down, silu_up_quantize(gate_up_TCF, **step.quantization), start)
+        gate_up_TCF = scaled(gate_up_TCF)
         x_TF = self.activation(gate_up_TCF[:, 0])
-        return step.product(self.down, x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, start)
+        return step.sums(self.down, x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, start)

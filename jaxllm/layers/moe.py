@@ -1,6 +1,7 @@
 """A mixture of experts."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxllm.model_parts import MoE
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import Shards
 from jaxllm.weight_format import ParamSpec, WeightSpec
+from pallas_kernels.quantize import scaled
 
 
 class MixtureOfExperts(nnx.Module):
@@ -25,6 +27,9 @@ class MixtureOfExperts(nnx.Module):
     Weights of experts are output-major, as checkpoints hold them: gate_up [P, 2, F, D] and down [P, D, F], arrays or in 4 bits, in as
     many slots P as there are experts and redundant copies of some.
     """
+
+    quantizes_inputs = False
+    """Whether all products with what it takes do."""
 
     def __init__(self, config: ModelConfig, part: MoE, prefix: str):
         E, D, F = part.routing.num_experts, config.hidden_size, part.width
@@ -78,6 +83,8 @@ class MixtureOfExperts(nnx.Module):
         expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, is_real_T, rule=rule_of(self.part.routing))
         step.note_choice(self.name, expert_Tk)
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
+        if isinstance(gate_up_E2FD, Array) or isinstance(down_EDF, Array):
+            gate_up_E2FD, down_EDF = _arrays(gate_up_E2FD, down_EDF, x_TD.dtype)
         taken_TD = x_TD
         if self.part.weighs_input:
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
@@ -85,8 +92,8 @@ class MixtureOfExperts(nnx.Module):
             taken_TD,
             step.slots_of(self.name, expert_Tk, start),
             weight_Tk,
-            gate_up_E2FD.astype(x_TD.dtype) if isinstance(gate_up_E2FD, Array) else gate_up_E2FD,
-            down_EDF.astype(x_TD.dtype) if isinstance(down_EDF, Array) else down_EDF,
+            gate_up_E2FD,
+            down_EDF,
             gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
             down_bias_ED=self._down_bias(shards),
             activation=self.part.activation,
@@ -94,7 +101,7 @@ class MixtureOfExperts(nnx.Module):
         )
         if self.shared is None:
             return out_TD
-        shared_TD = self.shared(x_TD, step, start)
+        shared_TD = scaled(self.shared(x_TD, step, start))
         if self.shared_gate is not None:
             gate_T1 = step.scores(self.shared_gate_name, x_TD, _scores(x_TD, self.shared_gate[...]), start)
             shared_TD = shared_TD * jax.nn.sigmoid(gate_T1).astype(x_TD.dtype)
@@ -117,6 +124,17 @@ class MixtureOfExperts(nnx.Module):
         return jnp.where(shards.index == 0, self.down_bias[...], 0)
 
 
+def _arrays(gate_up_E2FD: Any, down_EDF: Any, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Both weights as arrays, of which one may be packed: without what pads it."""
+    D, F = min(gate_up_E2FD.shape[3], down_EDF.shape[1]), min(gate_up_E2FD.shape[2], down_EDF.shape[2])
+    gate_up_E2FD, down_EDF = gate_up_E2FD.astype(dtype), down_EDF.astype(dtype)
+    if gate_up_E2FD.shape[2:] != (F, D):
+        gate_up_E2FD = gate_up_E2FD[:, :, :F, :D]
+    if down_EDF.shape[1:] != (D, F):
+        down_EDF = down_EDF[:, :D, :F]
+    return gate_up_E2FD, down_EDF
+
+
 def _scores(x_TD: Array, weight_ED: Array) -> Array:
     """Float32 products [T, E]."""
     weight_ED = weight_ED.astype(x_TD.dtype)
@@ -127,8 +145,10 @@ def _scores(x_TD: Array, weight_ED: Array) -> Array:
 def _weight(
     config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], source: Source | Stacked
 ) -> nnx.Param | PackedWeight:
-    splits_inputs = MESH_AXES[axes[-1]] is not None
-    return declare(config.formats, WeightSpec(ParamSpec(shape, axes, config.dtype, source), splits_inputs=splits_inputs))
+    *_, splits_outputs, splits_inputs = (MESH_AXES[axis] is not None for axis in axes)
+    spec = ParamSpec(shape, axes, config.dtype, source)
+    split_outputs = 0 if splits_outputs else None
+    return declare(config.formats, WeightSpec(spec, splits_inputs=splits_inputs, split_outputs=split_outputs))
 
 
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[Source | Stacked, Source | Stacked]:

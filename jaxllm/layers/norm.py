@@ -26,6 +26,8 @@ class Normalization(nnx.Module):
         init: Init = "zeros" if norm.weight_offset else "ones"
         self.weight = abstract_param((width,), (axis,), dtype, source=f"{name}.weight", init=init)
         self.bias = abstract_param((width,), (axis,), dtype, source=f"{name}.bias", init="zeros") if norm.bias else None
+        self.before_quantized = False
+        """Whether all that takes its result are linear layers that quantise what they multiply."""
 
     @property
     def eps(self) -> float:
@@ -50,6 +52,8 @@ class Normalization(nnx.Module):
 class NoNorm(nnx.Module):
     """Stands where a layer has no norm."""
 
+    before_quantized = False
+
     @property
     def is_plain(self) -> bool:
         return False
@@ -58,6 +62,9 @@ class NoNorm(nnx.Module):
         return x
 
 
-def make_norm(norm: Norm | None, width: int, dtype: str, prefix: str = "") -> Normalization | NoNorm:
+AnyNorm = Normalization | NoNorm
+
+
+def make_norm(norm: Norm | None, width: int, dtype: str, prefix: str = "") -> AnyNorm:
     """A norm over the width of the model."""
     return NoNorm() if norm is None else Normalization(norm, width, "embed", dtype, prefix=prefix)

@@ -8,9 +8,10 @@ from jax import Array
 
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.step import Step
+from pallas_kernels.quantize import Quantized, Sums
 
 
-def starts(runs: Sequence[Array]) -> list[int]:
+def starts(runs: Sequence[Array | Quantized]) -> list[int]:
     """The index in the step of the first token of each run."""
     return list(itertools.accumulate((len(x) for x in runs[:-1]), initial=0))
 
@@ -20,11 +21,11 @@ def joined(runs: Sequence[Array]) -> Array:
     return runs[0] if len(runs) == 1 else jnp.concatenate(runs)
 
 
-def products(linear: Linear, runs: Sequence[Array], step: Step) -> Array:
+def products(linear: Linear, runs: Sequence[Array | Quantized], step: Step) -> Array:
     """The products of all tokens, in one array."""
     return joined([step.product(linear, x, start) for x, start in zip(runs, starts(runs), strict=True)])
 
 
-def products_by_run(linear: Linear, x: Array, runs: Sequence[Array], step: Step) -> list[Array]:
-    """The products of x, which holds all tokens, run by run."""
-    return [step.product(linear, x[start : start + len(run)], start) for run, start in zip(runs, starts(runs), strict=True)]
+def products_by_run(linear: Linear, x: Array, runs: Sequence[Array | Quantized], step: Step) -> list[Array | Sums]:
+    """The products of x, which holds all tokens, run by run, as `Step.sums`."""
+    return [step.sums(linear, x[start : start + len(run)], start) for run, start in zip(runs, starts(runs), strict=True)]

@@ -1,14 +1,15 @@
 """The step as a model sees it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxllm.kernel_policy import ALIKE, KernelPolicy
 from jaxllm.layers.attend import Attend, AttendToLatents
 from jaxllm.layers.linear import PLAINLY, Linear
 from jaxllm.layers.rope import rope_angles
@@ -20,6 +21,10 @@ from jaxllm.weight_format import Multiply
 from pallas_kernels import expert_choice
 from pallas_kernels import gated_delta as gated_delta_rule
 from pallas_kernels.grouped_matmul import experts
+from pallas_kernels.quantize import Quantized, Sums, add_norm_quantize, quantize, scaled
+
+if TYPE_CHECKING:
+    from jaxllm.layers.norm import AnyNorm
 
 # Traced and lowered once for all layers of a program.
 choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
@@ -102,6 +107,11 @@ class Step:
     """Layers whose input `features` is to hold; one more than the last layer has stands for what the last one leaves."""
     call_layer: Callable[..., Any] = call_layer
     """Computes a block of the model."""
+    policy: KernelPolicy = ALIKE
+    """Choices that depend on the number of rows."""
+    quantization: Mapping[str, Any] | None = None
+    """How kernels quantise what products multiply, with what is computed before: options of `pallas_kernels.quantize`; None: each product
+    does it alone, in plain JAX."""
     features: dict[int, Array] = field(default_factory=dict)
     """[T, D] each: the sum of embedding and earlier layers that enters a layer, before any norm, whole on every device."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
@@ -116,10 +126,39 @@ class Step:
         parts = {"attend": context, "attend_to_latents": context.attend_to_latents, "states": context}
         return replace(self, **parts, _angles={})
 
-    def product(self, linear: Linear, x: Array, start: int = 0) -> Array:
+    def product(self, linear: Linear, x: Array | Quantized, start: int = 0) -> Array:
         """The product of a layer with the tokens from `start` on; where devices split its inputs, this one's part of the sum."""
-        y = linear(x, self.shards if linear.is_split else ONE_DEVICE, self.multiply)
+        return scaled(self.sums(linear, x, start))
+
+    def sums(self, linear: Linear, x: Array | Quantized, start: int = 0) -> Array | Sums:
+        """As `product`, but without its scales where a kernel may apply them with what follows."""
+        if isinstance(x, Quantized):
+            return linear.sums(x)
+        if linear.quantizes_inputs and self.quantizes(len(x)):
+            return linear.sums(self._quantized(x))
+        shards = self.shards if linear.is_split else ONE_DEVICE
+        y = linear(x, shards, self.multiply, weight_only=self.policy.is_weight_only(len(x)))
         return y if self.adapt is None else self.adapt(linear, x, y, start)
+
+    def quantizes(self, num_rows: int) -> bool:
+        """Whether kernels quantise so many rows for products that need it."""
+        return self.quantization is not None and self.adapt is None and not self.policy.is_weight_only(num_rows)
+
+    def add_and_norm(
+        self, part_TD: Array | Sums, residual_TD: Array | None, norm: "AnyNorm"
+    ) -> tuple[Array, Array | Quantized]:
+        """As `Shards.add_and_norm`; the norm is quantised by a kernel if only products that need it take it."""
+        is_quantized = norm.before_quantized and self.quantizes(len(part_TD))
+        if is_quantized and norm.is_plain and isinstance(part_TD, Sums) and residual_TD is not None:
+            assert self.quantization is not None
+            options = {"eps": norm.eps, **self.quantization}  # type: ignore[union-attr]
+            return add_norm_quantize(part_TD, residual_TD, norm.weight[...], **options)  # type: ignore[union-attr]
+        x_TD, normed_TD = self.shards.add_and_norm(scaled(part_TD), residual_TD, norm)
+        return x_TD, self._quantized(normed_TD) if is_quantized else normed_TD
+
+    def _quantized(self, x: Array) -> Quantized:
+        assert self.quantization is not None
+        return quantize(x.reshape(len(x), -1), **self.quantization)
 
     def scores(self, name: str, x_TD: Array, y_TN: Array, start: int = 0) -> Array:
         """Float32 scores y of the tokens x from `start` on, by the module of this name, as their adapters change them."""

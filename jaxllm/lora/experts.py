@@ -87,7 +87,7 @@ def compute(
     each in the type of x, it needs the values of one tile: 0.3 GB for 4096 tokens with 8 experts each of width 2048, in bfloat16.
     A tile is multiplied with the changes of its expert in all slots, of which those of other slots count nothing.
     """
-    num_experts, _, hidden, width = gate_up_E2FD.shape
+    num_experts, hidden, width = len(down_EDF), factors.gate_up_up_SE2FR.shape[3], x_TD.shape[1]
     num_choices, num_slots = expert_Tk.shape[1], len(factors.down_up_SEDR)
     dtype = x_TD.dtype
     expert_P = local_experts(expert_Tk, is_real_T, first_expert, num_experts)
@@ -115,6 +115,8 @@ def compute(
         own_MS = lax.dynamic_slice_in_dim(slot_P, start, tile_rows)[:, None] == jnp.arange(num_slots)
         of_expert = [lax.dynamic_index_in_dim(each, expert, 1, keepdims=False) for each in factors]
         gate_up_2FD, down_DF = (weight[expert].astype(dtype) for weight in (gate_up_E2FD, down_EDF))
+        if down_DF.shape != (width, hidden):  # in tiles, which are padded
+            gate_up_2FD, down_DF = gate_up_2FD[:, :hidden, :width], down_DF[:width, :hidden]
         tile_MD = lax.dynamic_slice_in_dim(x_PD, start, tile_rows)
         gate_up_M2F = _einsum("md,nd->mn", tile_MD, gate_up_2FD.reshape(2 * hidden, width)).reshape(tile_rows, 2, hidden)
         gate_up_M2F = changed(gate_up_M2F, tile_MD, own_MS, *of_expert[:2])

@@ -1,5 +1,6 @@
 """Weights and activations as 8-bit floats (float8_e4m3fn, arXiv:2209.05433), and the product of both."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -8,12 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
-
-DTYPE = jnp.float8_e4m3fn
-LARGEST = 448.0
-"""The largest value of the type. A conversion beyond it gives NaN, so values are clipped first."""
-_TINY = 1e-20
-"""Stands for the largest value of an all-zero vector, which would have no scale."""
+from pallas_kernels.quantize.values import DTYPE, LARGEST, TINY, Quantized, Sums
 
 
 def product(weight_values: Array, weight_scale: Array, x: Array, shards: Shards = ONE_DEVICE) -> Array:
@@ -32,6 +28,27 @@ def product(weight_values: Array, weight_scale: Array, x: Array, shards: Shards 
     return (y * scale * weight_scale).astype(x.dtype)
 
 
+def sums(weight_values: Array, weight_scale: Array, x: Quantized) -> Sums:
+    """The product of vectors that are quantised already, without the scales. Sums are bfloat16."""
+    weight = weight_values.reshape(*weight_scale.shape, -1)
+    y = lax.platform_dependent(x.values_TN, weight, cpu=_dot_of_wide, default=partial(_dot, dtype=jnp.bfloat16))
+    return Sums(y.astype(jnp.bfloat16), x.scale_T, weight_scale)
+
+
+def weight_only_product(weight_values: Array, weight_scale: Array, x: Array) -> Array:
+    """As `product`, with x as it is: for few rows. XLA widens the weight in the registers of a Triton GEMM."""
+    outputs = weight_scale.shape
+    weight = weight_values.reshape(math.prod(outputs), -1).astype(x.dtype)
+    y = lax.dot_general(
+        x,
+        weight,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return (y.reshape(*x.shape[:-1], *outputs) * weight_scale).astype(x.dtype)
+
+
 def quantize(x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Array] = ONE_DEVICE.max) -> tuple[Array, Array]:
     """(values, scale) with x ≈ values * scale: one float32 scale for the last `num_contracted` dimensions together.
 
@@ -39,7 +56,7 @@ def quantize(x: Array, num_contracted: int = 1, *, largest: Callable[[Array], Ar
     """
     axes = tuple(range(-num_contracted, 0))
     wide = x.astype(jnp.float32)
-    scale = jnp.maximum(largest(jnp.max(jnp.abs(wide), axis=axes, keepdims=True)), _TINY) / LARGEST
+    scale = jnp.maximum(largest(jnp.max(jnp.abs(wide), axis=axes, keepdims=True)), TINY) / LARGEST
     return narrow(wide / scale), scale.reshape(x.shape[:-num_contracted])
 
 

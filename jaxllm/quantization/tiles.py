@@ -1,4 +1,4 @@
-"""Weights of linear layers in the order of the kernels of `pallas_kernels.quantized_matmul`: tiles of 64 outputs x 64 inputs."""
+"""Weights in the order of the kernels of `pallas_kernels.quantized_matmul`: tiles of 64 outputs x 64 inputs."""
 
 import functools
 import math
@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
 from jaxllm.quantization.numbers import Scheme
 from jaxllm.weight_format import Arrays, Multiply, ParamSpec
+from pallas_kernels.grouped_matmul.packed import PackedExperts
 from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, decoder_of, pack
 from pallas_kernels.quantized_matmul.packed import MIDDLES
 
@@ -46,9 +47,9 @@ def parts_of_device(
 
 
 def lay_out(
-    arrays: Arrays, stored: Mapping[str, ParamSpec], parts: Mapping[str, ParamSpec], number: str, mesh: Mesh
+    arrays: Arrays, stored: Mapping[str, ParamSpec], parts: Mapping[str, ParamSpec], number: str, num_lead: int, mesh: Mesh
 ) -> dict[str, Array]:
-    """The parts in tiles of the stored ones, each device's of its own."""
+    """The parts in tiles of the stored ones, each device's of its own. num_lead: dimensions of experts."""
     names = tuple(stored)
     places = tuple(sharding(mesh, spec.axes) for spec in parts.values())
     made = convert(
@@ -58,6 +59,7 @@ def lay_out(
         number=number,
         names=names,
         wanted=tuple(parts),
+        num_lead=num_lead,
         mesh=mesh,
         in_specs=tuple(sharding(mesh, spec.axes).spec for spec in stored.values()),
         out_specs=tuple(place.spec for place in places),
@@ -70,12 +72,21 @@ def _in_tiles(
     number: str,
     names: Sequence[str],
     wanted: Sequence[str],
+    num_lead: int,
     mesh: Mesh,
     in_specs: tuple[PartitionSpec, ...],
     out_specs: tuple[PartitionSpec, ...],
 ) -> tuple[Array, ...]:
     def of_device(*arrays: Array) -> tuple[Array, ...]:
         given = dict(zip(names, arrays, strict=True))
+        if not num_lead:
+            return of_weight(given)
+        lead = given["scale"].shape[:num_lead]
+        flat = {name: array.reshape(-1, *array.shape[num_lead:]) for name, array in given.items()}
+        # One at a time: of all at once, what packing needs beside the result takes several times as much.
+        return tuple(array.reshape(*lead, *array.shape[1:]) for array in lax.map(of_weight, flat))
+
+    def of_weight(given: Arrays) -> tuple[Array, ...]:
         num_outputs = math.prod(given["scale"].shape[:-1])
         flat = {name: array.reshape(num_outputs, -1) for name, array in given.items()}
         factor = flat["factor"][:, 0] if "factor" in flat else None
@@ -91,9 +102,17 @@ def _parts(weight: Packed) -> dict[str, Array]:
     return {name: array for name, array in found.items() if array is not None}
 
 
+def experts(arrays: Arrays, number: str) -> PackedExperts:
+    """Weights of experts as `pallas_kernels.grouped_matmul` takes them."""
+    return PackedExperts(_packed(arrays, number))
+
+
 def product(arrays: Arrays, number: str, x: Array, outputs: tuple[int, ...], multiply: Multiply) -> Array:
     """[..., inputs] to [..., *outputs], in x's type; of inputs that devices split, a part of the sum."""
-    scale, zero, factor = map(arrays.get, ("scale", "zero", "factor"))
-    weight = Packed(arrays["words"], scale, zero, factor, decoder_of(number))
-    y = multiply(x.reshape(-1, x.shape[-1]), weight)
+    y = multiply(x.reshape(-1, x.shape[-1]), _packed(arrays, number))
     return y[:, : math.prod(outputs)].reshape(*x.shape[:-1], *outputs)
+
+
+def _packed(arrays: Arrays, number: str) -> Packed:
+    scale, zero, factor = map(arrays.get, ("scale", "zero", "factor"))
+    return Packed(arrays["words"], scale, zero, factor, decoder_of(number))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout
+from jaxllm.kernel_policy import ALIKE, KernelPolicy
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.feature_inputs import FeatureInputs, Names
@@ -36,6 +37,7 @@ class Body:
     cache: CacheLayout
     max_rows: int
     kernels: Kernels
+    policy: KernelPolicy = ALIKE
     features: tuple[StepFeature, ...] = ()
     exchange: RankExchange | None = None
     """Between data-parallel ranks, which share experts; None: there is one rank, or the program has no mixture."""
@@ -89,6 +91,7 @@ class Body:
             entering_TD=entering_TD,
             exchange=self.exchange,
             share_layers=self.share_layers,
+            policy=self.policy,
         )
         own_columns = {name: columns_RC[:, part] for name, part in self.inputs.columns.items()}
         token_inputs = {name: views.inputs_IT[part] for name, part in self.inputs.token_inputs(names).items()}

@@ -13,6 +13,7 @@ OPS = (
     "grouped_matmul",
     "gated_delta",
     "lora",
+    "quantize",
     "segment_attention",
     "quantized_matmul",
 )
@@ -37,6 +38,8 @@ class Kernels:
     """States of linear attention."""
     lora: str = "xla"
     """The terms that adapters add to products."""
+    quantize: str = ""
+    """What products with fp8 weights multiply, with what is computed before; empty: these products are computed in plain JAX."""
     segment_attention: str = ""
     """Between the patches of images, or the positions of audio."""
     quantized_matmul: str = "xla"

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout, LayerPlace
-from jaxllm.layers.linear import multiply
+from jaxllm.kernel_policy import ALIKE, KernelPolicy
+from jaxllm.layers.linear import multiply_tiles
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta
 from jaxllm.parallel.exchange import RankExchange
@@ -158,6 +159,7 @@ def make_step(
     entering_TD: jax.Array | None = None,
     exchange: RankExchange | None = None,
     share_layers: bool = False,
+    policy: KernelPolicy = ALIKE,
 ) -> Step:
     """The `Step` that a model with these layers runs on. It replaces the arrays in `caches`.
 
@@ -183,10 +185,14 @@ def make_step(
         attend_to_latents=context.attend_to_latents,
         states=context,
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
-        multiply=partial(multiply, implementation=kernels.quantized_matmul, interpret=kernels.interpret),
+        multiply=partial(multiply_tiles, implementation=kernels.quantized_matmul, interpret=kernels.interpret),
         entering_TD=entering_TD,
         exchange=exchange,
         call_layer=SharedLayers(context) if share_layers else call_layer,
+        policy=policy,
+        quantization=None
+        if kernels.quantize in ("", "xla")
+        else {"implementation": kernels.quantize, "interpret": kernels.interpret},
     )
 
 

@@ -216,6 +216,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             cache=plan.cache,
             max_rows=max_rows,
             kernels=kernels,
+            policy=policy,
             num_logprobs=vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size),
             logprobs_mode=config.model.logprobs_mode,
             processors=processors,

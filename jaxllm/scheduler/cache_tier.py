@@ -32,7 +32,9 @@ class CacheTier(Protocol):
     num_cold: int
     """So many free blocks, those that are evicted next, are offered to `store_ahead`, and those that loads need."""
     load_blocks: int
-    """So many blocks keep it busy: a load of more is begun a part at a time."""
+    """So many blocks keep it busy: a request with more gets them a part at a time."""
+    copy_blocks: int
+    """Most blocks of a load: as soon as one is over, the next begins."""
     listener: TierListener | None
     """If set, called with contents that can be loaded from now on, and with those that no longer can."""
 
@@ -70,7 +72,7 @@ class CacheTier(Protocol):
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
-        """The step is planned. Returns further operations, of the loads that began with it."""
+        """The step is planned. Returns operations of the loads that began with it, which come before all others of the step."""
 
     def wait_for_stores(self, num_tokens: int) -> None:
         """A step of so many tokens is computed. If earlier stores leave too little room for what the next one may evict: return when they

@@ -107,9 +107,9 @@ class KVCacheManager:
         self.states = PrefixStates(num_state_blocks, self.block_size)
         self._lookups = self._lookups_in(self.pool.is_cached)
         self._tables: dict[str, _BlockTable] = {}
-        self._store_filter = StoreFilter.of(options, self.block_size) if tiers else None
+        self._store_filter = StoreFilter.of(options, self.block_size) if tiers and self.enable_prefix_caching else None
         self.loading: Loading | None = None
-        if tiers and self.enable_prefix_caching:
+        if self._store_filter is not None:
             self.loading = Loading(self, tiers, self._store_filter, stores_cold=not num_state_blocks)
         """Loads blocks from tiers, if there are any."""
 
@@ -160,9 +160,10 @@ class KVCacheManager:
             groups.append(_GroupTable([self.pool.null_block] * num_expired + found, num_expired))
         return CachedPrefix(groups, num_computed, num_cached, [block.block_id for block in states if block is not None])
 
-    def absent_names(self, request: Request) -> list[bytes]:
-        """The names of all full blocks of a request that the pool does not have, in all groups, and of its states."""
-        hashes = self.states.hashes(request)
+    def absent_names(self, request: Request, num_blocks: int | None = None) -> list[bytes]:
+        """The names of the first `num_blocks` full blocks of a request, by default of all, that the pool does not have, in all groups, and
+        of its states."""
+        hashes = self.states.hashes(request)[:num_blocks]
         names = [name + suffix for name in hashes for suffix in self._suffixes]
         return [name for name in (*names, *self.states.names(hashes)) if not self.pool.is_cached(name)]
 
@@ -277,8 +278,9 @@ class KVCacheManager:
             self.pool.touch(shared)
             if self._store_filter is not None:
                 for group in groups:
-                    self._store_filter.note(request, enumerate(group.blocks))
+                    self._store_filter.note_found(request, enumerate(group.blocks))
             table = self._tables[request.request_id] = _BlockTable(groups)
+            request.num_found_blocks = min(request.num_found_blocks, table.num_shared)
             self._keep(request, shared)
         new_blocks = self.pool.allocate(num_new * len(groups))
         for index, group in enumerate(groups):
@@ -322,6 +324,19 @@ class KVCacheManager:
         ends = zip_longest(*(group.held[::-1] for group in table.groups))
         self.pool.free([block for block in chain.from_iterable(ends) if block is not None])
 
+    def discard_computed(self, request: Request) -> None:
+        """Find no content any more that a request computed, whoever has blocks of it now. The request may run, wait or have ended."""
+        own = request.block_hashes[request.num_found_blocks :]
+        self.discard([name + suffix for name in own for suffix in self._suffixes])
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Find these contents no more, neither in the pool nor in tiers: they were computed wrongly."""
+        for name in names:
+            while (block := self.pool.find(name)) is not None:
+                self.pool.forget(block)
+        if self.loading is not None:
+            self.loading.discard(names)
+
     def _publish(self, request: Request, table: _BlockTable, num_tokens: int) -> None:
         """Add the blocks filled by the first `num_tokens` to the prefix cache, as far as their tokens are known."""
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
@@ -333,7 +348,7 @@ class KVCacheManager:
                     if self.pool.publish(block, name) and observer is not None:
                         observer.stored(name, request, index)
                     if self._store_filter is not None:
-                        self._store_filter.note(request, [(index, block)])
+                        self._store_filter.note_computed(request, index, block)
         if self.loading is not None:
             new = range(table.num_published, num_full)
             self._keep(request, [group.blocks[index] for index in new for group in table.groups if index >= group.num_expired])

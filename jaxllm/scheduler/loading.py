@@ -71,7 +71,7 @@ class Loading:
         self,
         manager: "KVCacheManager",
         tiers: Sequence[CacheTier],
-        store_filter: StoreFilter | None = None,
+        store_filter: StoreFilter,
         *,
         stores_cold: bool = True,
     ):
@@ -120,9 +120,9 @@ class Loading:
     def take_ops(self) -> list[AnyDeviceOp]:
         """Take the operations for tiers in the step that is being planned, once it is."""
         self._ops += self._storing.end_step()
-        for tier in self._tiers:
-            self._ops += tier.end_step()
-        ops, self._ops = self._ops, []
+        # Those that begin copies at once come before those whose programs take the host's time to launch.
+        ops = [op for tier in self._tiers for op in tier.end_step()] + self._ops
+        self._ops = []
         return ops
 
     def _end_copy(self, load: _Load, copy: _Copy, is_right: Iterable[bool]) -> None:
@@ -175,7 +175,7 @@ class Loading:
     def _names_worth_loading(self, request: Request, num_cached_tokens: int) -> list[bytes]:
         """The names of the longest prefix that is cached, arrives, or can be loaded in less time than it takes to compute it; none if that
         is no longer than what is cached."""
-        tier_of = self._find(self._manager.absent_names(request))
+        tier_of = self._find(self._manager.absent_names(request, self._num_loadable_blocks(request, num_cached_tokens)))
         while loadable := tier_of.keys() | self._arriving:
             names, num_tokens = self._manager.names_of_prefix(request, loadable)
             num_more = num_tokens - num_cached_tokens
@@ -190,6 +190,15 @@ class Loading:
                 return names
             tier_of = chosen
         return []
+
+    def _num_loadable_blocks(self, request: Request, num_cached_tokens: int) -> int | None:
+        """The first so many blocks of a request may be loaded; None: all."""
+        most = request.options.max_load_tokens
+        if most is None:
+            return None
+        # Earlier loads of the request count.
+        num_found = num_cached_tokens if request.num_cached_before_load is None else request.num_cached_before_load
+        return (num_found + most) // self._manager.block_size
 
     def _find(self, names: Sequence[bytes]) -> dict[bytes, CacheTier]:
         """The first tier that has each of these contents, of those which the pool does not have and that do not arrive."""
@@ -247,8 +256,9 @@ class Loading:
             return
         blocks = dict(zip(names, self._manager.pool.allocate(len(names)), strict=True))
         for tier in self._tiers:
-            part = [name for name in names if tier_of[name] is tier]
-            if part:
+            of_tier = [name for name in names if tier_of[name] is tier]
+            for start in range(0, len(of_tier), tier.copy_blocks):
+                part = of_tier[start : start + tier.copy_blocks]
                 own = [blocks[name] for name in part]
                 sources = tier.sources(part)
                 load_id = tier.load([block.block_id for block in own], part)

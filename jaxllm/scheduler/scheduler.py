@@ -649,9 +649,17 @@ class Scheduler:
                 self.drafts.note(shares, result)
             if take_in(shares, result, outputs, self._finish):
                 self._drop_finished_from_running()
+            if result.errors or result.not_finite:
+                self._discard_failed(shares, result)
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
+
+    def _discard_failed(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
+        """Find nothing any more that failed requests computed: they may have been preempted, or have ended, before the step was over."""
+        for request, _, row in shares:
+            if row.request_id in result.errors or row.request_id in result.not_finite:
+                self.cache_manager.discard_computed(request)
 
     def note_seconds(self, plan: SchedulerOutput, seconds: float) -> None:
         """Record how long a step took that began when the step before it ended."""

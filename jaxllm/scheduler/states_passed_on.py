@@ -45,7 +45,8 @@ class StatesPassedOn:
         if request in self._stored and request.status.is_finished:
             self._stored.remove(request)
             if request.status is RequestStatus.FINISHED_ERROR:
-                self._discard(request)
+                manager = self._manager()
+                manager.discard(manager.states.names_of(request))
 
     def begin_step(self, *, decodes: bool) -> None:
         """See ChunkRoom."""
@@ -84,15 +85,6 @@ class StatesPassedOn:
         pool.free(blocks[::-1])
         self._stored.add(request)
         return [StoreState(request.request_id, [block.block_id for block in blocks])]
-
-    def _discard(self, request: Request) -> None:
-        manager = self._manager()
-        names = manager.states.names_of(request)
-        if manager.loading is not None:
-            manager.loading.discard(names)
-        for name in names:
-            while (block := manager.pool.find(name)) is not None:
-                manager.pool.forget(block)
 
     def step_ops(self) -> list[AnyDeviceOp]:
         """There are none."""

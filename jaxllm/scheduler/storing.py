@@ -18,9 +18,9 @@ _COLD_PART = 1 / 8
 class Storing:
     """Stores contents of blocks in tiers: most of them some steps before they are evicted, the others in the step that evicts them."""
 
-    def __init__(self, pool: "BlockPool", tiers: Sequence[CacheTier], store_filter: StoreFilter | None):
-        """store_filter: which contents tiers are offered; None: all."""
-        self._pool, self._tiers, self._store_filter = pool, tiers, store_filter
+    def __init__(self, pool: "BlockPool", tiers: Sequence[CacheTier], store_filter: StoreFilter):
+        """store_filter: which contents tiers are offered."""
+        self._pool, self._tiers, self._offered = pool, tiers, store_filter.passing
         self._leaving: dict[bytes, int] = {}
         """Contents that leave the pool in this step, with the blocks that have them until it runs."""
         self._used: set[bytes] = set()
@@ -68,8 +68,3 @@ class Storing:
         offered = self._offered(blocks)
         self._leaving.update((name, block.block_id) for name, block in offered.items())
         self._used.update(name for name, block in offered.items() if block.num_hits)
-
-    def _offered(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, KVCacheBlock]:
-        """The contents of blocks that tiers are offered, with their block."""
-        passes = None if self._store_filter is None else self._store_filter.passes
-        return {block.block_hash: block for block in blocks if block.block_hash and (passes is None or passes(block))}

@@ -8,18 +8,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
 from pallas_kernels.grouped_matmul import experts
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, SCALE_BIAS, WORD, Mxfp4
+from pallas_kernels.grouped_matmul.packed import PackedExperts
+from pallas_kernels.quantized_matmul import DECODERS, TILE, Packed
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Of the largest difference, relative to the largest value: hidden values and each expert's result are rounded too."""
 _MAX_WEIGHTS = 64 << 20
 """Values of all experts of a case at an engine's start; few experts compute as many do."""
+_DEVIATIONS = {"int4": 4.6, "e2m1": 2.9, "nf4": 0.6, "int8": 74.0, "e4m3": 0.4}
+"""Of numbers with random codes, by their name."""
 _FEW_TOKENS, _ROWS_OF_EXPERT = 13, 150
 """Tokens of the case with small tiles, and pairs of an expert in that with large ones: more than a tile has."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How experts' weights are packed."""
+
+    number: str
+    """A key of quantized_matmul's DECODERS."""
+    group: int | None
+    """Inputs that share a scale; None: there is none but the factor."""
+    scale_type: str = "bfloat16"
+    has_zeros: bool = False
+    has_factor: bool = False
+
+    def __str__(self) -> str:
+        of = f"g{self.group}" if self.group else "by output"
+        return " ".join([self.number, of, *["zeros"] * self.has_zeros, *["factor"] * self.has_factor])
 
 
 @dataclass(frozen=True)
@@ -35,6 +57,8 @@ class Shapes:
     has_biases: bool = False
     is_packed: bool = False
     """Whether the weights are in 4 bits."""
+    stored: tuple[Stored, Stored] | None = None
+    """How gate and up, and down, are packed in multiples of 64 values; None: they are not."""
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
@@ -136,10 +160,34 @@ def packed(*shape: int, seed: int = 0) -> Mxfp4:
     return Mxfp4(jnp.asarray(words), jnp.asarray(exponents))
 
 
+@functools.partial(jax.jit, static_argnums=range(3))
+def random_experts(stored: Stored, shape: tuple[int, ...], seed: int = 0) -> PackedExperts:
+    """Random weights [..., N, K], multiples of 64, with a deviation near 1 / sqrt(K)."""
+    *lead, N, K = shape
+    keys = jax.random.split(jax.random.key(seed), 4)
+    bits = DECODERS[stored.number].bits
+    words = jax.random.bits(keys[0], (*lead, N // TILE, K // TILE, 128 * bits), jnp.uint32)
+    if stored.number == "e4m3":
+        words &= jnp.uint32(0xBFBFBFBF)  # neither NaN nor large numbers
+    size = 1 / (math.sqrt(K) * _DEVIATIONS[stored.number])
+    scale = zero = factor = None
+    if stored.group is not None:
+        groups = (*lead, K // stored.group, N)
+        scale = (size * jax.random.uniform(keys[1], groups, minval=0.5, maxval=1.5)).astype(stored.scale_type)
+        if stored.has_zeros:
+            zero = jax.random.randint(keys[2], groups, -8, 8).astype(jnp.bfloat16)
+    if stored.has_factor or stored.group is None:
+        middle = 1.0 if stored.group is not None else size
+        factor = middle * jax.random.uniform(keys[3], (*lead, N), minval=0.5, maxval=1.5)
+    return PackedExperts(Packed(lax.bitcast_convert_type(words, jnp.int32), scale, zero, factor, stored.number))
+
+
 def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices: int) -> tuple[Any, tuple[Any, ...]]:
     """The last tokens are padding and NaN; one expert more than there are here is chosen from."""
     normals, dtype = Normals(), shapes.dtype
     D, F = shapes.width, shapes.hidden
+    if shapes.stored is not None:
+        D, F = (-(-size // TILE) * TILE for size in (D, F))
     expert_Tk, weight_Tk = routing(num_tokens, num_choices, num_experts + 1)
     is_real_T = np.arange(num_tokens) < max(1, num_tokens - 3)
     x_TD = normals(num_tokens, D)
@@ -148,6 +196,9 @@ def _host_arrays(shapes: Shapes, num_tokens: int, num_experts: int, num_choices:
     down_EDF: Any
     if shapes.is_packed:
         gate_up_E2FD, down_EDF = packed(num_experts, 2, F, D), packed(num_experts, D, F, seed=1)
+    elif shapes.stored is not None:
+        sizes = (num_experts, 2, F, D), (num_experts, D, F)
+        gate_up_E2FD, down_EDF = (random_experts(*each) for each in zip(shapes.stored, sizes, (0, 1), strict=True))
     else:
         gate_up_E2FD = (normals(num_experts, 2, F, D) * np.float32(2 / math.sqrt(D))).astype(dtype)
         down_EDF = (normals(num_experts, D, F) * np.float32(1 / math.sqrt(F))).astype(dtype)

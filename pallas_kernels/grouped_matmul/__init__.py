@@ -5,7 +5,7 @@ Shapes, common to all implementations:
     expert_Tk     int32 [T, k]: the experts chosen for each token, numbered over all devices
     weight_Tk     float32 [T, k]: their routing weights
     gate_up_E2FD  [E, 2, F, D], down_EDF [E, D, F]: this device's experts, output dimension first, as checkpoints hold them;
-                  both arrays, or both in 4 bits: `mxfp4.Mxfp4`
+                  both arrays, both in 4 bits: `mxfp4.Mxfp4`, or both `packed.PackedExperts`, with F and D padded
     gate_up_bias_E2F, down_bias_ED: or None
     is_real_T     bool [T]: False for padding, which is routed nowhere and costs nothing; None: all are real, or chose no expert (-1)
     result        [T, D] in the type of x
@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.grouped_matmul import mxfp4
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from pallas_kernels.grouped_matmul.packed import PackedExperts, is_packed_type, padded
 from pallas_kernels.verified import is_verified
 
 IMPLEMENTATIONS = {
@@ -42,6 +43,9 @@ IMPLEMENTATIONS = {
 _FOR_4_BITS = "pallas_kernels.grouped_matmul.mxfp4_triton"
 """Computes with weights of 4 bits in place of a kernel of `IMPLEMENTATIONS`."""
 
+_FOR_PACKED = "pallas_kernels.grouped_matmul.packed_mosaic"
+"""Computes with packed weights in place of "mosaic"."""
+
 PREFERENCE = ("mosaic", "triton", "xla")
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
@@ -51,8 +55,8 @@ def experts(
     x_TD: jax.Array,
     expert_Tk: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_E2FD: jax.Array | Mxfp4,
-    down_EDF: jax.Array | Mxfp4,
+    gate_up_E2FD: jax.Array | Mxfp4 | PackedExperts,
+    down_EDF: jax.Array | Mxfp4 | PackedExperts,
     *,
     is_real_T: jax.Array | None = None,
     gate_up_bias_E2F: jax.Array | None = None,
@@ -71,9 +75,14 @@ def experts(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"no activation {activation!r} of experts; there are {', '.join(ACTIVATIONS)}")
-    _check_shapes(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF, is_real_T, gate_up_bias_E2F, down_bias_ED)
     case: dict[str, Any] = {"dtype": x_TD.dtype, "weight_dtype": gate_up_E2FD.dtype}
     case |= {"width": x_TD.shape[1], "hidden": down_EDF.shape[2]}
+    width = x_TD.shape[1]
+    if isinstance(down_EDF, PackedExperts):
+        x_TD = padded(x_TD, down_EDF.shape[1])
+        gate_up_bias_E2F = None if gate_up_bias_E2F is None else padded(gate_up_bias_E2F, down_EDF.shape[2])
+        down_bias_ED = None if down_bias_ED is None else padded(down_bias_ED, down_EDF.shape[1])
+    _check_shapes(x_TD, expert_Tk, weight_Tk, gate_up_E2FD, down_EDF, is_real_T, gate_up_bias_E2F, down_bias_ED)
     if implementation is None:
         implementation = choose(platform=jax.default_backend(), **case)
     if implementation not in IMPLEMENTATIONS:
@@ -92,7 +101,9 @@ def experts(
         else:
             widened = importlib.import_module(_FOR_4_BITS).widened
             gate_up_E2FD, down_EDF = widened(x_TD, gate_up_E2FD, down_EDF, interpret=interpret)
-    return module.experts(
+    if isinstance(down_EDF, PackedExperts) and implementation not in PLAIN:
+        module = importlib.import_module(_FOR_PACKED)
+    result_TD = module.experts(
         x_TD,
         expert_Tk,
         weight_Tk,
@@ -105,6 +116,7 @@ def experts(
         first_expert=first_expert,
         interpret=interpret,
     )
+    return result_TD if result_TD.shape[1] == width else result_TD[:, :width]
 
 
 def candidates(
@@ -119,7 +131,10 @@ def candidates(
 
 
 def _supports(name: str, **case: Any) -> bool:
-    """Whether an implementation takes a case. Weights of 4 bits have a kernel of their own, which leaves many pairs to the named one."""
+    """Whether an implementation takes a case. MXFP4 has a kernel of its own, which leaves many pairs to the named one; packed weights
+    have one for the name "mosaic"."""
+    if name not in PLAIN and is_packed_type(case["weight_dtype"]):
+        return name == "mosaic" and importlib.import_module(_FOR_PACKED).supports(**case)
     if name not in PLAIN and jnp.dtype(case["weight_dtype"]) == mxfp4.DTYPE:
         if not importlib.import_module(_FOR_4_BITS).supports(**case):
             return False
@@ -138,8 +153,8 @@ def _check_shapes(
     x_TD: jax.Array,
     expert_Tk: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_E2FD: jax.Array | Mxfp4,
-    down_EDF: jax.Array | Mxfp4,
+    gate_up_E2FD: jax.Array | Mxfp4 | PackedExperts,
+    down_EDF: jax.Array | Mxfp4 | PackedExperts,
     is_real_T: jax.Array | None,
     gate_up_bias_E2F: jax.Array | None,
     down_bias_ED: jax.Array | None,
@@ -147,9 +162,10 @@ def _check_shapes(
     """Raise ValueError for the first array whose shape does not fit x_TD, expert_Tk and down_EDF."""
     (T, D), (E, _, F) = x_TD.shape, down_EDF.shape
     k = expert_Tk.shape[1]
-    if isinstance(gate_up_E2FD, Mxfp4) != isinstance(down_EDF, Mxfp4):
-        raise ValueError("gate_up_E2FD and down_EDF must both be arrays or both be in 4 bits")
-    expected: dict[str, tuple[jax.Array | Mxfp4 | None, tuple[int, ...]]] = {
+    for kind in (Mxfp4, PackedExperts):
+        if isinstance(gate_up_E2FD, kind) != isinstance(down_EDF, kind):
+            raise ValueError("gate_up_E2FD and down_EDF must both be arrays or both be in 4 bits, or both packed")
+    expected: dict[str, tuple[jax.Array | Mxfp4 | PackedExperts | None, tuple[int, ...]]] = {
         "expert_Tk": (expert_Tk, (T, k)),
         "weight_Tk": (weight_Tk, (T, k)),
         "gate_up_E2FD": (gate_up_E2FD, (E, 2, F, D)),

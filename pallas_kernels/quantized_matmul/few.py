@@ -3,8 +3,8 @@
     warpgroups 0 ...  (consumers)   a block of 64 outputs each
     the last          (producer)    TMA copies of words, scales, zeros and x in steps of 256 inputs
 
-A CTA has as many blocks of outputs as consumers, and one of several equal parts of the inputs, which a cluster of CTAs adds (see
-`result`).
+A CTA has as many blocks of outputs as consumers, and one of several equal parts of the inputs; two are added by a pair of CTAs, four
+outside of the kernel (see `result`).
 The transposed product is computed, weight @ x.T: a tile of the weight is decoded into registers, which wgmma takes as its first
 operand. Sums of groups of 128 inputs are scaled as they are, in float32; scales of smaller groups are multiplied with the decoded
 values. What lies outside of an array a copy fills with zeros: the last step and the last blocks need not be whole.

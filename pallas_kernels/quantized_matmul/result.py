@@ -4,7 +4,8 @@ A consumer has float32 sums [64 outputs, M rows] in the registers of wgmma. Wher
 part each: all put their sums into their own shared memory; each then reads some chunks of 8 rows of all, and adds them in the order of
 the parts, so that the same bits come out whatever CTA was first.
 
-The interpreter cannot read another CTA's memory: there, the parts are added outside of the kernel.
+Where more CTAs are needed than such clusters keep busy, parts are added outside of the kernel; so they are in the interpreter, which
+cannot read another CTA's memory.
 """
 
 from dataclasses import dataclass

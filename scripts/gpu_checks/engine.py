@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ import numpy as np
 from jax import lax
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine import prepare
+from jaxllm.kernel_policy import MORE_THAN_ANY, KernelPolicy, platform_policy
 from scripts.gpu_checks import Outcome, kernels_in_use, scoring, shapes
 from scripts.gpu_checks.sampled_apart import sampling_apart
 from scripts.gpu_checks.scoring import Answer, Scores
@@ -230,7 +233,7 @@ def _references(
         dtypes, sums = [x.dtype for x in params], _checksums(params, [x.dtype for x in params])
         plain = scoring.score(llm, sequences)
         del params
-    with _engine(directory, load, dtype="float32", **options) as llm:
+    with _activations_as_they_are(), _engine(directory, load, dtype="float32", **options) as llm:
         core: Any = llm.llm_engine.core
         # Made in float32: what plain holds in 16 bits has to be rounded.
         core.runner.params = tuple(
@@ -262,6 +265,17 @@ def _checksum(x: jax.Array, dtype: Any) -> jax.Array:
         return jnp.sum(lax.bitcast_convert_type(x.astype(dtype), unsigned).astype(jnp.uint32))
 
     return jax.jit(bits)(x)
+
+
+@contextlib.contextmanager
+def _activations_as_they_are() -> Iterator[None]:
+    """Engines that are made meanwhile quantise no activations, in steps of any size: small steps of the checked engine do not either."""
+
+    def policy(*, on_gpu: bool) -> KernelPolicy:
+        return replace(platform_policy(on_gpu=on_gpu), max_weight_only_rows=MORE_THAN_ANY)
+
+    with mock.patch.object(prepare, "platform_policy", policy):
+        yield
 
 
 @contextlib.contextmanager

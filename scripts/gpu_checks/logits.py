@@ -151,13 +151,17 @@ class Steps:
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
-    """One layer, then the whole model; then one layer with each kind of quantised weights."""
+    """One layer, then the whole model; then one layer with each kind of quantised weights, and one with quantised experts."""
     shapes = shapes_of.tiny(LLAMA_8B) if tiny else LLAMA_8B
     one = shapes | {"num_hidden_layers": 1}
     yield from _check_model("1 layer", one, tiny=tiny)
     yield from _check_model(f"{shapes['num_hidden_layers']} layers", shapes, tiny=tiny)
     for number in shapes_of.NUMBERS:
         yield from _check_model(f"1 layer in {number}", shapes_of.quantized(one, number), tiny=tiny)
+    # Every token chooses all experts: rounding cannot change its choice.
+    mixture = shapes_of.tiny(shapes_of.QWEN3_MOE) if tiny else shapes_of.QWEN3_MOE
+    mixture |= {"num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 4}
+    yield from _check_model("1 layer of experts in int4", shapes_of.quantized(mixture, "int4"), tiny=tiny)
 
 
 def _check_model(name: str, shapes: shapes_of.Shapes, *, tiny: bool) -> Iterator[Outcome]:
@@ -244,7 +248,9 @@ def _logits(core: EngineCore, steps: Steps) -> dict[str, np.ndarray]:
     def forward(num_queries: int | None, params: Any, caches: Any, token_ids: Any, places: Places, later: Any) -> Any:
         kept = list(caches)
         model, places = functions.merge(params), places._replace(num_queries=num_queries)
-        step = make_step(kept, token_ids, places, functions.cache.places, functions.kernels, functions.shards)
+        step = make_step(
+            kept, token_ids, places, functions.cache.places, functions.kernels, functions.shards, policy=functions.policy
+        )
         step.attend.later = later
         return model.logits(model(step), functions.shards).astype(jnp.float32)[:, :vocab_size], tuple(kept)
 

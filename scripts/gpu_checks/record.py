@@ -30,6 +30,7 @@ OPS_OF_CASES = {
     "experts": "grouped_matmul",
     "latent": "mla_attention",
     "lora": "lora",
+    "quantize": "quantize",
     "quantized": "quantized_matmul",
     "rope": "rope_cache_write",
     "sampling": "sampling",

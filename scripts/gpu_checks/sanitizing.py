@@ -14,6 +14,7 @@ from pallas_kernels.checking import (
     gated_delta,
     grouped_matmul,
     lora,
+    quantize,
     quantized_matmul,
     rope_cache_write,
     sampling,
@@ -98,6 +99,8 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
     found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
     adapted = lora.Shapes("bfloat16", 3, 8, 300, Parts(2, (3, 1, 1), 40))
     found += [("lora triton", case) for case in lora.cases(adapted, "triton", interpret=interpret)]
+    vectors = quantize.Shapes("bfloat16", 300, 200, 2500, 1e-5)
+    found += [("quantize triton", case) for case in quantize.cases(vectors, "triton", interpret=interpret)]
     for weight in (
         quantized_matmul.Shapes("int4", 200, 640, 128, has_zeros=True),
         quantized_matmul.Shapes("e2m1", 128, 320, 32, "uint8"),

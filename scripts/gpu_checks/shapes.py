@@ -69,7 +69,7 @@ NUMBERS = tuple(_SCHEMES)
 
 
 def quantized(shapes: Shapes, number: str) -> Shapes:
-    """The model with weights of linear layers in one of NUMBERS, activations as they are."""
+    """The model with weights of linear layers and experts in one of NUMBERS, activations as they are."""
     form, weights = _SCHEMES[number]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return shapes | {
@@ -77,7 +77,7 @@ def quantized(shapes: Shapes, number: str) -> Shapes:
             "quant_method": "compressed-tensors",
             "format": form,
             "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
         }
     }
 

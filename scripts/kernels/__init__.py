@@ -18,6 +18,7 @@ OPS = {
     "experts": "scripts.kernels.grouped_matmul",
     "latent": "scripts.kernels.mla_attention",
     "lora": "scripts.kernels.lora",
+    "quantize": "scripts.kernels.quantize",
     "quantized": "scripts.kernels.quantized_matmul",
     "rope": "scripts.kernels.rope_cache_write",
     "sampling": "scripts.kernels.sampling",

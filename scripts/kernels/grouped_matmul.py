@@ -12,11 +12,13 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.checking.case import Case
-from pallas_kernels.checking.grouped_matmul import TOLERANCE, host_error, packed, plain, routing, run
-from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, candidates, mosaic, mxfp4, mxfp4_triton, triton
+from pallas_kernels.checking.grouped_matmul import TOLERANCE, Stored, host_error, packed, plain, random_experts, routing, run
+from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, PLAIN, candidates, mosaic, mxfp4, mxfp4_triton, packed_mosaic, triton
 from pallas_kernels.grouped_matmul.mosaic_many import Sizes, pick_sizes
+from pallas_kernels.grouped_matmul.packed import type_of
 from pallas_kernels.grouped_matmul.tiles import Tiles
 from pallas_kernels.grouped_matmul.triton_few import FewTiling, pick_few_tiling, takes_few
+from pallas_kernels.quantized_matmul import DECODERS
 
 GAIN = 8.0
 """Gain of a result that is the next call's input; limited, so that inputs stay random numbers near 1."""
@@ -42,11 +44,13 @@ class Mixture:
     """Experts of all devices together; None: those of this one."""
     four_bits: bool = False
     """Whether the weights are MXFP4."""
+    stored: Stored | None = None
+    """How they are packed; None: they are not."""
 
     @property
     def name(self) -> str:
         notes = [self.dtype] * (self.dtype != "bfloat16") + [self.activation] * (self.activation != "silu")
-        notes += ["4 bits"] * self.four_bits
+        notes += ["4 bits"] * self.four_bits + [str(self.stored)] * (self.stored is not None)
         notes += ["biases"] * self.biases + [f"{self.padding} padding"] * (self.padding > 0)
         notes += ["one expert"] * (self.only is not None) + [f"from {self.first} of {self.all_experts}"] * (self.first > 0)
         sizes = f"{self.num_tokens} tokens e{self.num_experts} k{self.num_choices} d{self.width} f{self.hidden}"
@@ -57,6 +61,16 @@ QWEN3_30B = Mixture(1, 8, 128, 2048, 768)
 DEEPSEEK_V2_LITE = Mixture(1, 6, 64, 2048, 1408)
 GPT_OSS_20B = Mixture(1, 4, 32, 2880, 2880, activation="swiglu_clamped", biases=True)
 GPT_OSS_20B_4 = replace(GPT_OSS_20B, four_bits=True)
+INT4 = Stored("int4", 128)
+INT4_BY_32 = Stored("int4", 32)
+"""Kimi K2."""
+INT4_ZEROS = Stored("int4", 64, "float16", has_zeros=True)
+"""AWQ, and GPTQ with zero points."""
+NVFP4 = Stored("e2m1", 16, has_factor=True)
+MXFP4 = Stored("e2m1", 32)
+FP8 = Stored("e4m3", None)
+FP8_BLOCKS = Stored("e4m3", 128, "float32")
+STORED = (INT4, INT4_BY_32, INT4_ZEROS, NVFP4, MXFP4, FP8, FP8_BLOCKS)
 SHARES_OF_FOUR = (replace(QWEN3_30B, num_experts=32, first=32, all_experts=128), replace(QWEN3_30B, hidden=192))
 """The part that one of four devices computes: whole experts, or a share of each."""
 
@@ -65,16 +79,24 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
     """Three models, one of them also in 4 bits, from a token to a prompt; and one of them divided among four devices in two ways."""
     if tiny:
         return [_case(Mixture(num_tokens, 2, 4, 32, 16), is_timed=True, tune=tune) for num_tokens in (1, 40)]
-    return [
-        _case(replace(model, num_tokens=num_tokens, padding=padding), is_timed=True, tune=tune)
-        for model in (QWEN3_30B, DEEPSEEK_V2_LITE, GPT_OSS_20B, GPT_OSS_20B_4)
-        # A decode step of one request has eight rows.
-        for num_tokens, padding in ((8, 7), (8, 0), (64, 0), (256, 0), (1024, 0), (3072, 0), (8192, 0))
-    ] + [
-        _case(replace(share, num_tokens=num_tokens), is_timed=True, tune=tune)
-        for num_tokens in (8, 64, 256, 1024, 8192)
-        for share in SHARES_OF_FOUR
-    ]
+    return (
+        [
+            _case(replace(model, num_tokens=num_tokens, padding=padding), is_timed=True, tune=tune)
+            for model in (QWEN3_30B, DEEPSEEK_V2_LITE, GPT_OSS_20B, GPT_OSS_20B_4)
+            # A decode step of one request has eight rows.
+            for num_tokens, padding in ((8, 7), (8, 0), (64, 0), (256, 0), (1024, 0), (3072, 0), (8192, 0))
+        ]
+        + [
+            _case(replace(share, num_tokens=num_tokens), is_timed=True, tune=tune)
+            for num_tokens in (8, 64, 256, 1024, 8192)
+            for share in SHARES_OF_FOUR
+        ]
+        + [
+            _case(replace(model, num_tokens=num_tokens, padding=padding, stored=stored), is_timed=True, tune=tune)
+            for model, stored in (*((QWEN3_30B, stored) for stored in (INT4, NVFP4, FP8_BLOCKS)), (GPT_OSS_20B, MXFP4))
+            for num_tokens, padding in ((8, 7), (8, 0), (64, 0), (256, 0), (1024, 0), (3072, 0), (8192, 0))
+        ]
+    )
 
 
 def check_cases(tiny: bool) -> list[Case]:
@@ -104,8 +126,26 @@ def check_cases(tiny: bool) -> list[Case]:
         *(Mixture(num_tokens, 4, 16, 512, 256, first=32, all_experts=64) for num_tokens in (1, 64, 1000)),
         *(Mixture(num_tokens, 2, 8, 512, 256, dtype="float16", biases=True) for num_tokens in (5, 600)),
         *(Mixture(num_tokens, 2, 8, 512, 256, dtype="float32", biases=True) for num_tokens in (5, 600)),
+        *_packed_mixtures(),
     ]
     return [_case(mixture) for mixture in mixtures]
+
+
+def _packed_mixtures() -> list[Mixture]:
+    """Every way of packing, for each length of tiles; sizes of models, other devices' experts, one expert alone."""
+    small = Mixture(1, 4, 12, 512, 256, biases=True)
+    found = [replace(small, stored=stored, num_tokens=num_tokens) for stored in STORED for num_tokens in (1, 9, 40, 400)]
+    found += [replace(small, stored=INT4, num_tokens=num_tokens) for num_tokens in (20, 90)]
+    found += [Mixture(num_tokens, 2, 5, 192, 64, stored=Stored(number, None)) for number in DECODERS for num_tokens in (3, 300)]
+    # Gates with more blocks of outputs are computed in another form.
+    found += [Mixture(num_tokens, 2, 5, 320, 1600, stored=stored) for stored in (NVFP4, FP8) for num_tokens in (3, 16)]
+    of_models = [replace(QWEN3_30B, num_experts=12, stored=stored) for stored in (INT4, FP8_BLOCKS)]
+    of_models += [replace(GPT_OSS_20B, num_experts=6, stored=MXFP4)]
+    found += [replace(mixture, num_tokens=num_tokens) for mixture in of_models for num_tokens in (1, 16, 64, 300, 1000)]
+    one = Mixture(1, 1, 100, 256, 128, only=77, stored=INT4)
+    found += [replace(one, num_tokens=num_tokens) for num_tokens in (1, 40, 3000)]
+    part = Mixture(1, 4, 16, 512, 256, first=32, all_experts=64, padding=1, stored=INT4_BY_32)
+    return found + [replace(part, num_tokens=num_tokens) for num_tokens in (2, 64, 1000)]
 
 
 def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Case:
@@ -128,13 +168,19 @@ def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Ca
 
         x_TD = jnp.where(is_real_T[:, None], normal(mixture.num_tokens, D), jnp.nan).astype(dtype)
         weights = (
-            [] if mixture.four_bits else [normal(E, 2, F, D, scale=2 / math.sqrt(D)), normal(E, D, F, scale=1 / math.sqrt(F))]
+            []
+            if mixture.four_bits or mixture.stored is not None
+            else [normal(E, 2, F, D, scale=2 / math.sqrt(D)), normal(E, D, F, scale=1 / math.sqrt(F))]
         )
         return x_TD, weights, [normal(E, 2, F), normal(E, D)] if mixture.biases else []
 
     def make() -> tuple[Any, tuple[Any, ...]]:
         x_TD, drawn, biases = draw()
-        weights: Any = [packed(E, 2, F, D), packed(E, D, F, seed=1)] if mixture.four_bits else drawn
+        weights: Any = drawn
+        if mixture.four_bits:
+            weights = [packed(E, 2, F, D), packed(E, D, F, seed=1)]
+        elif mixture.stored is not None:
+            weights = [random_experts(mixture.stored, shape, seed) for seed, shape in enumerate([(E, 2, F, D), (E, D, F)])]
         rows = jax.device_put((expert_Tk, weight_Tk, is_real_T, np.int32(mixture.first)))
         return ((x_TD, jnp.int32(0)) if is_timed else x_TD), (*rows, *weights, *biases)
 
@@ -148,6 +194,9 @@ def _case(mixture: Mixture, *, is_timed: bool = False, tune: bool = False) -> Ca
     needed = len(np.unique(own))
     itemsize = jnp.dtype(mixture.dtype).itemsize
     bytes_per_weight = 17 / 32 if mixture.four_bits else itemsize
+    if (stored := mixture.stored) is not None:
+        of_group = jnp.dtype(stored.scale_type).itemsize + 2 * stored.has_zeros
+        bytes_per_weight = DECODERS[stored.number].bits / 8 + (of_group / stored.group if stored.group else 0)
     return Case(
         mixture.name,
         make,
@@ -184,16 +233,26 @@ def _variants(mixture: Mixture, *, tune: bool) -> dict[str, Callable[..., Any]]:
     # Mosaic leaves few pairs to Triton.
     is_few = mixture.num_tokens * mixture.num_choices < mosaic.MIN_PAIRS_OF_EXPERT * mixture.num_experts
     case = {"dtype": jnp.dtype(mixture.dtype), "weight_dtype": mxfp4.DTYPE if mixture.four_bits else jnp.dtype(mixture.dtype)}
+    if mixture.stored is not None:
+        case["weight_dtype"] = type_of(mixture.stored.number)
     case |= {"width": mixture.width, "hidden": mixture.hidden}
     options: dict[str, Any] = {"activation": mixture.activation, "interpret": not on_gpu}
     takes = [
         name
         for name in IMPLEMENTATIONS
         if name not in PLAIN
-        and not (name == "mosaic" and is_few)
+        and not (name == "mosaic" and is_few and mixture.stored is None)
         and name in candidates(platform=jax.default_backend(), interpret=not on_gpu, **case)
     ]
     found: dict[str, Callable[..., Any]] = {name: functools.partial(run, implementation=name, **options) for name in takes}
+    if mixture.stored is not None:
+        if tune:
+            found |= {
+                f"mosaic tiles of {tile_rows}": _variant(packed_mosaic.experts, tile_rows=tile_rows, **options)
+                for tile_rows in packed_mosaic.TILE_ROWS
+                if tile_rows <= mixture.num_tokens * mixture.num_choices
+            }
+        return found
     if mixture.four_bits:
         if tune:
             found |= {

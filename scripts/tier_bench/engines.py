@@ -1,5 +1,6 @@
 """Engines with host memory and without, which parts share."""
 
+import gc
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ class Engines:
         # Programs that are compiled meanwhile take Python's time from copies.
         given |= {"max_model_len": self._sizes.max_model_len, "max_num_seqs": 64, "decode_buckets": [8, 64], "warmup": "all"}
         given |= {"kv_offloading_size": self._sizes.host_gib}
-        return LLM(str(self._model), **(given | {**options, **self._options}))
+        llm = LLM(str(self._model), **(given | {**options, **self._options}))
+        gc.freeze()  # as the process of a server's engine does
+        return llm
 
 
 @dataclass(frozen=True)

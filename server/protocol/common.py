@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
-from jaxllm.kv_transfer import read_kv_transfer
+from jaxllm.kv_transfer import read_kv_limits, read_kv_transfer
 from jaxllm.request_options import OPTION_NAMES, RequestOptions
 from jaxllm.sampling_params import FIELDS, IN_REQUESTS, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from server.errors import bad_request
@@ -30,7 +30,7 @@ ImageSettings = Annotated[dict[str, Any], Field(max_length=MAX_LABELS)]
 ShortText = Annotated[str, Field(max_length=512)]
 """Labels that clients put on requests; the server ignores them."""
 TransferParams = Annotated[dict[str, Any], Field(max_length=MAX_LABELS)]
-"""kv_transfer_params: of which engine the prompt's blocks come, and for which they are kept. Values are checked by `read_kv_transfer`."""
+"""kv_transfer_params: of which engine the prompt's blocks come, for which they are kept, and limits. `jaxllm.kv_transfer` checks values."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:@-]+$")]
 
@@ -202,7 +202,8 @@ class SessionFields(EngineFields):
 def engine_options(body: RequestModel, **others: Any) -> RequestOptions:
     """The options that a body has, and others. Raises InvalidRequestError."""
     own = {name: getattr(body, name) for name in OPTION_NAMES if name in type(body).model_fields}
-    return RequestOptions(**own, kv_transfer=read_kv_transfer(getattr(body, "kv_transfer_params", None)), **others)
+    params = getattr(body, "kv_transfer_params", None)
+    return RequestOptions(**own, kv_transfer=read_kv_transfer(params), **read_kv_limits(params), **others)
 
 
 _Sampling = create_model("_Sampling", __base__=SessionFields, **{name: _body_field(name) for name in IN_REQUESTS})

@@ -29,7 +29,7 @@ from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
-from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, segment_attention
+from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, quantize, segment_attention
 from pallas_kernels.checking.attention import Batch
 from pallas_kernels.expert_choice import Rule
 from tests.helpers import engines, goldens
@@ -486,6 +486,38 @@ def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
     assert found["gated_delta"] == ("triton", "xla")
     shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan)
     assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 16, 8),)
+
+
+@pytest.mark.slow
+def test_fp8_weights_have_kernels_on_one_device_that_are_checked_in_their_shapes(tmp_path):
+    options = {**engines.SMALL, "dtype": "bfloat16"}
+
+    def found(name="qwen3", **more):
+        config = EngineConfig.from_options(model=str(goldens.golden(name).directory), **options | more)
+        prepared = Prepared.of(config, goldens.golden(name).directory, (), StartTimes())
+        model = prepared.model_config
+        shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan)["quantize"]
+        return kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False), shapes
+
+    candidates, shapes = found(quantization="fp8")
+    assert candidates["quantize"] == ("triton", "xla")
+    assert shapes == (quantize.Shapes("bfloat16", width=64, of_heads=128, of_mlp=96, eps=1e-6),)
+    plain, no_shapes = found()
+    assert "quantize" not in plain and no_shapes == ()
+    assert "quantize" not in found(quantization="fp8", tensor_parallel_size=2)[0]
+    assert "quantize" not in found("deepseek_v2", quantization="fp8")[0]
+    assert found(quantization="fp8", dtype="float16")[0]["quantize"] == ("xla",)
+    check = kernel_check.KernelCheck(
+        candidates,
+        {"quantize": shapes},
+        mode="always",
+        mesh=None,
+        device=jax.devices("cpu")[0],
+        store=VerdictStore(tmp_path),
+        named=frozenset(),
+        ops=("quantize",),
+    )
+    assert check.run().report == {"quantize": OpReport("triton", "passed")}
 
 
 @pytest.mark.parametrize("encoder", [{"vision": VISION}, {"audio": Audio(80, 50, 144, 2, 2, MLP(32))}])

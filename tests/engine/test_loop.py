@@ -1,12 +1,13 @@
 """The loop with a fake runner: order of dispatching and reading."""
 
 import random
+import time
 
 import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.loop import StepLoop
+from jaxllm.engine.loop import LARGE_STEP_TOKENS, StepLoop
 from jaxllm.request import EngineCoreRequest, Request, RequestStatus
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.scheduler import Scheduler
@@ -227,3 +228,17 @@ def test_a_loop_with_nothing_but_blocks_to_wait_for_waits_for_them_and_then_copi
     tier.is_stuck = False
     tokens = [token for _ in range(10) for output in loop.step() for token in output.new_token_ids]
     assert tokens == [7, 7] and request.num_cached_tokens == 8 and tier.num_waits == 3 and not loop.has_work
+
+
+def test_tiers_learn_how_long_prompts_take_though_each_runs_alone():
+    """A prompt of one step never follows another step. Requests behind one another must not load what is computed faster."""
+    tier, noted = FakeTier(random.Random(1)), []
+    tier.note_step = lambda num_tokens, seconds: noted.append((num_tokens, seconds))
+    loop = StepLoop(make_scheduler(num_blocks=80, tiers=(tier,), async_scheduling=True), FakeRunner(), max_in_flight=2)
+    loop.executor.wait = lambda: time.sleep(0.01)
+    for number, length in enumerate((LARGE_STEP_TOKENS, LARGE_STEP_TOKENS - 1, 2 * LARGE_STEP_TOKENS)):
+        loop.scheduler.add_request(make_request(f"{number}", [number] * length, max_tokens=1))
+        while loop.has_work:
+            loop.step()
+    assert [num_tokens for num_tokens, _ in noted] == [LARGE_STEP_TOKENS, 2 * LARGE_STEP_TOKENS]
+    assert all(seconds >= 0.01 for _, seconds in noted)

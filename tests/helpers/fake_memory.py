@@ -21,7 +21,7 @@ SLOT_BYTES = 4096
 class FakeMemory:
     """Slots of BLOCK_BYTES, in memory that other processes may map."""
 
-    block_bytes = BLOCK_BYTES
+    block_bytes, slot_bytes = BLOCK_BYTES, SLOT_BYTES
 
     def __init__(self, num_slots: int):
         self.num_bytes = num_slots * SLOT_BYTES
@@ -34,8 +34,8 @@ class FakeMemory:
     def offset(self, slot: int) -> int:
         return slot * SLOT_BYTES
 
-    def view(self, slot: int) -> memoryview:
-        return memoryview(self._bytes[slot * SLOT_BYTES : slot * SLOT_BYTES + BLOCK_BYTES])  # type: ignore[arg-type]
+    def view(self, slot: int, count: int = 1) -> memoryview:
+        return memoryview(self._bytes[slot * SLOT_BYTES : (slot + count - 1) * SLOT_BYTES + BLOCK_BYTES])  # type: ignore[arg-type]
 
     def fill(self, slot: int, seed: int) -> None:
         """Write a content."""

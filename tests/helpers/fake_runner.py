@@ -24,9 +24,10 @@ from jaxllm.scheduler.results import Share
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from tests.helpers.fake_items import FakeDevice, ItemToken
+from tests.helpers.fake_tier import FakeTier
 
 _MASK = (1 << 61) - 1
-NOTHING = (-1, -1)
+NOTHING, DAMAGED = (-1, -1), (-2, -2)
 
 
 def digest(previous: int, token_id: int) -> int:
@@ -147,6 +148,8 @@ class FakeRunner:
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self.memory = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.rows: dict[str, _Row] = {}
+        self.written: dict[str, list[tuple[int, int, tuple[int, int]]]] = {}
+        """What each request wrote since its first admission: block, offset and value."""
         self.num_computed_tokens = 0
         self.slots: list[int] = []
         """Initial value of digests by adapter slot."""
@@ -177,6 +180,8 @@ class FakeRunner:
             return ModelRunnerOutput({})
         for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             self.rows.pop(request_id, None)
+        for request_id in plan.finished_request_ids:
+            self.written.pop(request_id, None)
         for data in plan.new_requests:
             self._admit(data)
         self._run_state_ops()
@@ -201,7 +206,7 @@ class FakeRunner:
         for planned in plan.rows:
             row, wrong = self.rows[planned.request_id], planned.num_drafts - len(foreseen[planned.request_id])
             row.token_ids += foreseen[planned.request_id]
-            self._write(row, planned.num_tokens - wrong, wrong)
+            self._write(planned.request_id, row, planned.num_tokens - wrong, wrong)
         sampled, pooled, num_drafts = {}, {}, {}
         for planned in plan.rows:
             request_id, count = planned.request_id, planned.num_tokens - planned.num_drafts
@@ -279,6 +284,7 @@ class FakeRunner:
     def start_over(self, failed: Iterable[DeviceOp] = ()) -> None:
         """Drop rows and memory. failed: operations of steps whose results are lost."""
         self.rows.clear()
+        self.written.clear()
         self.state_ops.clear()
         self.device.start_over(failed)
         self.memory = [[NOTHING] * self.block_size for _ in self.memory]
@@ -309,16 +315,30 @@ class FakeRunner:
         assert block_id != 0
         return self.memory[block_id], position % self.block_size
 
-    def _write(self, row: _Row, count: int, num_wrong: int) -> None:
+    def _write(self, request_id: str, row: _Row, count: int, num_wrong: int) -> None:
         assert count > 0 and row.num_computed + count <= len(row.token_ids)
         end = row.num_computed + count
         for position in range(row.num_computed, end) if row.item_at else ():
             if position in row.item_at:
                 self.device.check_embedding(row.item_at[position], row.token_ids[position], end)
+        written = self.written.setdefault(request_id, [])
         for group in range(len(self.policies)):
             for position in range(max(row.num_computed, row.num_cached), end + num_wrong):
                 block, offset = self._slot(row, group, position)
                 block[offset] = (group, row.digest_at(position)) if position < end else NOTHING
+                written.append((row.block_ids[group][position // self.block_size], offset, block[offset]))
+
+    def damage(self, request_id: str, scheduler: Scheduler) -> None:
+        """All that a request wrote turns out to be wrong. Whoever holds its blocks now is not told, so those stay as they are."""
+        manager = scheduler.cache_manager
+        wrong = {id(value) for _, _, value in self.written.get(request_id, ())}
+        for block, offset, value in self.written.pop(request_id, ()):
+            if self.memory[block][offset] is value and not manager.pool.blocks[block].ref_count:
+                self.memory[block][offset] = DAMAGED
+        for tier in () if manager.loading is None else manager.loading._tiers:
+            if isinstance(tier, FakeTier):
+                for content in (*tier.contents.values(), *(content for _, content in tier.stores.values())):
+                    content[:] = [DAMAGED if id(value) in wrong else value for value in content]
 
     def _check_reads(self, row: _Row, count: int) -> None:
         """The next `count` tokens read all tokens before them, or those in the window of their group."""
@@ -383,9 +403,21 @@ class FakeEngine:
         """Take in the oldest step in flight."""
         if not self.in_flight:
             return []
-        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+        plan, result = self.in_flight.popleft()
+        failing = list(self._failing(plan, result))
+        outputs = self.scheduler.update_from_output(plan, result)
         self.scheduler.check_integrity()
+        for request_id, scheduler, runner in failing:
+            runner.damage(request_id, scheduler)
         return outputs
+
+    def _failing(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Iterable[tuple[str, Scheduler, FakeRunner]]:
+        """The unfinished requests that fail in a step, with their scheduler and runner."""
+        plans = plan.ranks if isinstance(plan, RanksPlan) else [plan]
+        for part, scheduler, runner in zip(plans, self.schedulers, self.runners, strict=True):
+            for request, _, row in scheduler._in_flight.get(part.step_id, ()) if result.errors else ():
+                if row.request_id in result.errors and not request.status.is_finished:
+                    yield row.request_id, scheduler, runner
 
     def start_over(self) -> None:
         """Consequences of a failed step: nothing in flight comes back, and the runner has forgotten everything."""

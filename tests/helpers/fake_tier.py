@@ -54,10 +54,11 @@ class FakeTier:
         capacity: int = 1000,
         num_cold: int = 0,
         load_blocks: int = 3,
+        copy_blocks: int = 1000,
         share_stored: float = 0.7,
         patience_seconds: float = 1e9,
     ):
-        self.num_cold, self.load_blocks = num_cold, load_blocks
+        self.num_cold, self.load_blocks, self.copy_blocks = num_cold, load_blocks, copy_blocks
         self.rng, self.max_steps, self.share_bad, self.capacity = rng, max_steps, share_bad, capacity
         self.share_stored = share_stored
         self.patience_seconds, self.min_tokens = patience_seconds, 1

@@ -293,12 +293,13 @@ def test_an_error_of_a_copy_comes_after_the_steps_before_it(what: str) -> None:
 
 def test_few_tokens_are_computed() -> None:
     driven = Driven(min_tokens=32).stored(b"a")
+    driven.worth.note_step(1000, 1.0)
     assert [list(driven.tier.choose([b"a"], count)) for count in (31, 32)] == [[], [b"a"]]
 
 
 def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
     rates = Rates(block_bytes=1 << 20)
-    assert rates.is_worth_loading(1, 16), "nothing is known"
+    assert [rates.is_worth_loading(10, 160, seconds) for seconds in (0.0, 0.1)] == [True, False], "nothing is known"
     for _ in range(100):
         rates.note_step(1000, 0.022)
         rates.note_step(64, 1.0)  # says nothing of a token

@@ -50,6 +50,21 @@ def test_any_number_of_devices_answers_as_with_the_widened_weights(checkpoints, 
     assert_alike(answer(packed, **options), answer(plain))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2, **EPLB}])
+def test_experts_in_tiles_answer_as_those_as_stored(checkpoints, options):
+    packed, plain = checkpoints("qwen3_moe")
+    assert_alike(answer(packed, attention_implementation="triton", **options), answer(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_shares_of_experts_in_tiles_answer_as_those_as_stored(size):
+    """Of int8 with a scale per output: devices have a part of each expert, padded to whole tiles."""
+    folder, options = goldens.FOLDER / "qwen3_moe", {"quantization": "int8", "tensor_parallel_size": size}
+    assert_alike(answer(folder, attention_implementation="triton", **options), answer(folder, quantization="int8"))
+
+
 def answers(model, prompt=PROMPT, lora=None, **options):
     llm = LLM(str(model), **{**engines.SMALL, **options})
     [output] = llm.generate({"prompt_token_ids": prompt}, PARAMS, lora_request=lora, use_tqdm=False)

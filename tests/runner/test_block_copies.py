@@ -5,6 +5,7 @@ import resource
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
 from jaxllm.runner.features.block_copies.format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies.programs import Gather
+from jaxllm.runner.features.block_copies.transfer import Waiting
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers import goldens
@@ -177,10 +179,10 @@ def test_first_runs_of_programs_leave_copies_alone(copied: Copied, monkeypatch: 
     assert transfer is not None
     began, to_host = threading.Event(), transfer.to_host
 
-    def late(staging: jax.Array, slots: Sequence[int]) -> None:
+    def late(staging: jax.Array, slots: Sequence[int]) -> Waiting:
         began.set()
         time.sleep(0.2)
-        to_host(staging, slots)
+        return to_host(staging, slots)
 
     monkeypatch.setattr(transfer, "to_host", late)
     before, slots = copied.bits(), copied.slots(2)
@@ -227,13 +229,18 @@ def test_consecutive_slots_are_one_copy() -> None:
 
 
 class FakeCuda:
-    """CUDA's runtime: copies are made when their stream is waited for, and need host memory that one call has locked."""
+    """CUDA's runtime: copies are made when their stream, or an event behind them, is waited for, and need host memory that one call has
+    locked."""
 
     failing = ""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
         self.streams: dict[int, list[tuple[int, ...]]] = {}
+        self.events: dict[int, tuple[int, int]] = {}
+        """The stream of each event, and how many copies there are before it."""
+        self.num_events = 0
+        self.num_made: Counter[int] = Counter()
         self.cudaGetErrorName = lambda code: b"cudaErrorOfTest"
         self.num_copies = 0
 
@@ -267,10 +274,41 @@ class FakeCuda:
         return int(self.failing == "cudaMemcpy2DAsync" and self.num_copies > 1)
 
     def cudaStreamSynchronize(self, stream: ctypes.c_void_p) -> int:
-        for copy in self.streams[stream.value or 0]:
+        self._make(stream.value or 0, len(self.streams[stream.value or 0]))
+        return 0
+
+    def _make(self, stream: int, count: int) -> None:
+        for copy in self.streams[stream][:count]:
             ctypes.memmove(*copy)
-        self.streams[stream.value or 0].clear()
-        return int(self.failing == "cudaStreamSynchronize")
+        del self.streams[stream][:count]
+        self.num_made[stream] += count
+
+    def cudaEventCreate(self, event: Any) -> int:
+        self.num_events += 1
+        event._obj.value = self.num_events
+        self.events[self.num_events] = (0, 0)
+        return 0
+
+    def cudaEventRecord(self, event: ctypes.c_void_p, stream: ctypes.c_void_p) -> int:
+        of = stream.value or 0
+        self.events[event.value or 0] = of, self.num_made[of] + len(self.streams[of])
+        return 0
+
+    def cudaEventSynchronize(self, event: ctypes.c_void_p) -> int:
+        stream, number = self.events[event.value or 0]
+        self._make(stream, max(0, number - self.num_made[stream]))
+        return int(self.failing == "cudaEventSynchronize")
+
+    def cudaEventElapsedTime(self, milliseconds: Any, start: ctypes.c_void_p, end: ctypes.c_void_p) -> int:
+        stream, first = self.events[start.value or 0]
+        _, last = self.events[end.value or 0]
+        assert last <= self.num_made[stream]
+        milliseconds._obj.value = last - first
+        return 0
+
+    def cudaEventDestroy(self, event: ctypes.c_void_p) -> int:
+        del self.events[event.value or 0]
+        return 0
 
 
 def cuda_copies(
@@ -300,27 +338,33 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     _, num_parts, part_words = arena.words.shape
     rows = np.random.default_rng(0).integers(0, 2**32, (num_parts, 8, part_words), np.uint32).repeat(num_copies, 0)
     slots = [1, 2, 3, 4, 9, 0]
-    transfer.to_host(jax.device_put(rows, place), slots)
+    _, seconds = transfer.to_host(jax.device_put(rows, place), slots)()
+    assert seconds == pytest.approx(6e-3), "of the device that took longest"
     np.testing.assert_array_equal(arena.words[slots], rows[::num_copies, :6].swapaxes(0, 1))
     assert not arena.words[[5, 6, 7, 8]].any() and fake.num_copies == 4 * num_parts
     zeros = jax.jit(lambda: jax.numpy.zeros(rows.shape, np.uint32), out_shardings=place)
-    empty = jax.block_until_ready(zeros())  # raw copies do not wait for programs
-    back = np.asarray(transfer.to_device(empty, [9, 3, 4]))
-    np.testing.assert_array_equal(back[:, :3], rows[:, [4, 2, 3]])
-    assert not back[:, 3:].any()
+    empty, other = jax.block_until_ready((zeros(), zeros()))  # raw copies do not wait for programs
+    first, second = transfer.to_device(empty, [9, 3, 4]), transfer.to_device(other, [0])
+    back, seconds = first()
+    np.testing.assert_array_equal(np.asarray(back)[:, :3], rows[:, [4, 2, 3]])
+    assert not np.asarray(back)[:, 3:].any() and seconds == pytest.approx(3e-3)
+    assert any(fake.streams.values()), "the next one is under way"
+    back, seconds = second()
+    np.testing.assert_array_equal(np.asarray(back)[:, 0], rows[:, 5])
+    assert seconds == pytest.approx(1e-3) and not fake.events
     fake.failing = "cudaHostUnregister"
     transfer.close()  # as far as it can
     assert not fake.locked and not fake.streams
 
 
-@pytest.mark.parametrize(("failing", "num_copies"), [("cudaMemcpy2DAsync", 2), ("cudaStreamSynchronize", 4)])
+@pytest.mark.parametrize(("failing", "num_copies"), [("cudaMemcpy2DAsync", 2), ("cudaEventSynchronize", 4)])
 def test_a_failed_copy_of_cuda_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch, failing: str, num_copies: int) -> None:
     """The buffers may be given away next."""
     fake, _, transfer, place = cuda_copies(monkeypatch, 1)
     fake.failing = failing
     with pytest.raises(CudaError, match=f"{failing} failed: cudaErrorOfTest"):
-        transfer.to_host(jax.device_put(np.zeros((2, 8, 96), np.uint32), place), [1, 5])
-    assert fake.num_copies == num_copies and not any(fake.streams.values())
+        transfer.to_host(jax.device_put(np.zeros((2, 8, 96), np.uint32), place), [1, 5])()
+    assert fake.num_copies == num_copies and not any(fake.streams.values()) and not fake.events
 
 
 def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,34 @@ def test_an_error_of_a_request_that_was_preempted_meanwhile_ends_it():
     assert list(engine.run()) == ["a"]
 
 
+@pytest.mark.parametrize("failure", ["error", "NaN"])
+@pytest.mark.parametrize("left", ["preempted", "preempted and admitted again", "aborted"])
+def test_nothing_is_found_that_a_request_computed_which_fails_after_it_left_its_step(left, failure):
+    first = make_request("first", [1] * 32, max_tokens=1)
+    engine = engine_of(first, max_num_batched_tokens=32)
+    engine.run()
+    scheduler, pool = engine.scheduler, engine.scheduler.cache_manager.pool
+    request = make_request("a", [1] * 32 + [2] * 65, max_tokens=2)
+    scheduler.add_request(request)
+    engine.dispatch()  # two chunks: it waits for no token
+    if left == "aborted":
+        scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    else:
+        scheduler.hold_requests(["a"])
+        assert len([name for name in request.block_hashes if pool.is_cached(name)]) == 6
+    plan, _ = engine.in_flight.popleft()
+    if left == "preempted and admitted again":
+        scheduler.release_requests(["a"])
+        scheduler.schedule()
+        assert request.status is RequestStatus.RUNNING and request.num_computed_tokens == 97
+    failed = {"errors": {"a": "it broke"}} if failure == "error" else {"not_finite": {"a"}}
+    scheduler.update_from_output(plan, ModelRunnerOutput({}, **failed))
+    scheduler.check_integrity()
+    assert request.status.is_finished and not scheduler.requests
+    found = [pool.is_cached(name) for name in request.block_hashes]
+    assert found == [True] * 2 + [False] * 4, "the first two are of another request"
+
+
 def test_a_small_cache_gives_the_same_tokens_as_a_large_one():
     def run(num_blocks, depth):
         requests = [make_request(f"r{i}", [i % 3] * (20 + 9 * i), max_tokens=25) for i in range(8)]

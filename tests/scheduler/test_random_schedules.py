@@ -456,7 +456,7 @@ CHOICES: dict[str, list[Any]] = {
     "tiers": [
         (),
         ({},),
-        ({"max_steps": 8, "share_bad": 0.2, "num_cold": 9},),
+        ({"max_steps": 8, "share_bad": 0.2, "num_cold": 9, "copy_blocks": 1},),
         ({"capacity": 5}, {"max_steps": 0, "share_bad": 0.1}),
     ],
 }

@@ -1,11 +1,10 @@
 """Contents that are not offered to tiers: those that too few requests had, and those behind prompts."""
 
 import random
+from typing import Any
 
 import pytest
 
-from jaxllm.config import CacheOptions
-from jaxllm.scheduler.store_filter import StoreFilter
 from tests.helpers.fake_runner import FakeEngine
 from tests.helpers.fake_tier import FakeTier
 from tests.helpers.scheduling import make_request, make_scheduler
@@ -22,13 +21,13 @@ class Driven:
         self.engine = FakeEngine(make_scheduler(tiers=(self.tier,), **options), vocab_size=50)
         self.num_sent = 0
 
-    def send(self, token: int, num_tokens: int = 33, max_tokens: int = 1) -> list[bytes]:
+    def send(self, token: int, num_tokens: int = 33, max_tokens: int = 1, **options: Any) -> list[bytes]:
         """Compute a prompt of one token. Returns the names of its blocks and those of its answer."""
-        return self.send_tokens([token] * num_tokens, max_tokens)
+        return self.send_tokens([token] * num_tokens, max_tokens, **options)
 
-    def send_tokens(self, tokens: list[int], max_tokens: int = 1) -> list[bytes]:
+    def send_tokens(self, tokens: list[int], max_tokens: int = 1, **options: Any) -> list[bytes]:
         self.num_sent += 1
-        self.last = request = make_request(str(self.num_sent), tokens, max_tokens=max_tokens)
+        self.last = request = make_request(str(self.num_sent), tokens, max_tokens=max_tokens, **options)
         self.engine.scheduler.add_request(request)
         self.engine.run()
         return list(request.block_hashes)
@@ -44,7 +43,6 @@ class Driven:
 
 
 def test_all_contents_are_offered_by_default() -> None:
-    assert StoreFilter.of(CacheOptions(), 4) is None
     driven = Driven()
     names = driven.send(1)
     driven.evict()
@@ -83,3 +81,27 @@ def test_contents_behind_prompts_are_left_out_until_a_prompt_has_them() -> None:
     driven.send_tokens(answer[:29])
     driven.evict()
     assert driven.has(whole) == [True] * 7 + [False]
+
+
+@pytest.mark.parametrize("extra", [{}, {"store_threshold": 1, "offload_prompt_only": True}], ids=str)
+def test_a_request_limits_what_is_stored_of_it(extra: dict[str, Any]) -> None:
+    driven = Driven(**extra)
+    names = driven.send(1, max_offload_tokens=14)
+    driven.send(2, max_offload_tokens=0)
+    none = list(driven.last.block_hashes)
+    driven.evict()
+    assert driven.has(names) == [True] * 3 + [False] * 5
+    assert not any(driven.has(none))
+    assert driven.send(1) == names, "it has no limit"
+    driven.evict()
+    assert all(driven.has(names))
+
+
+def test_limits_of_one_request_leave_alone_what_others_had() -> None:
+    driven = Driven()
+    names = driven.send(1)
+    assert driven.send(1, max_offload_tokens=0) == names and driven.last.num_cached_tokens == 32
+    others = driven.send(2, max_offload_tokens=0)
+    assert driven.send(2) == others and driven.last.num_cached_tokens == 32
+    driven.evict()
+    assert all(driven.has(names)) and all(driven.has(others))

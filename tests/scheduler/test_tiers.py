@@ -198,6 +198,59 @@ def test_a_load_takes_blocks_a_part_at_a_time() -> None:
     assert (request.num_cached_tokens, tier.num_loaded) == (32, 8) and tier.num_loads >= 3
 
 
+def test_loads_begin_as_soon_as_others_are_over() -> None:
+    engine, tier = make_engine(FakeTier(random.Random(3), max_steps=6, load_blocks=4, copy_blocks=1, share_stored=1.0))
+    request, num_under_way = add(engine, "a2"), []
+    while not engine.in_flight or not engine.plans[-1].rows:
+        if engine.in_flight:
+            engine.collect()
+        engine.dispatch()
+        num_under_way.append(len(tier.loads))
+    assert num_under_way[:3] == [4, 4, 4], "all that the tier takes"
+    assert min(num_under_way[: num_under_way.index(3)]) == 4, "until none is left to begin"
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, tier.num_loaded, tier.num_loads) == (32, 8, 8)
+
+
+@pytest.mark.parametrize(("most", "num_found"), [(0, 0), (3, 0), (14, 12), (1000, 32)])
+def test_a_request_limits_what_is_loaded_of_it(most: int, num_found: int) -> None:
+    engine, tier = make_engine(FakeTier(random.Random(1), max_steps=2, load_blocks=2, share_stored=1.0))
+    request = add(engine, "a2", max_load_tokens=most)
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, 4 * tier.num_loaded) == (num_found, num_found)
+
+
+def test_tokens_on_the_devices_do_not_count_as_loaded() -> None:
+    engine, tier = make_engine()
+    pool, names = engine.scheduler.cache_manager.pool, block_names("a")
+    engine.scheduler.add_request(make_request("first", PROMPTS["a"][:9], max_tokens=1, max_load_tokens=0))
+    engine.run()
+    assert [pool.is_cached(name) for name in names] == [True] * 2 + [False] * 6
+    request = add(engine, "a2", max_load_tokens=8)
+    check_tokens(engine, request)
+    assert (request.num_cached_tokens, tier.num_loaded, sum(request.loaded_tokens.values())) == (16, 2, 8)
+
+
+def test_tiers_keep_nothing_of_a_request_that_fails_after_a_preemption() -> None:
+    engine, tier = make_engine()
+    engine.depth = 2
+    request = make_request("d", [9] * 33, max_tokens=3)
+    engine.scheduler.add_request(request)
+    engine.dispatch()
+    engine.scheduler.hold_requests(["d"])
+    for name, length in (("other", 44), ("evicts its blocks, which the tier is to store", 33)):
+        engine.scheduler.add_request(make_request(name, [40 + length] * length, max_tokens=1))
+    engine.depth = 3
+    engine.dispatch()
+    assert any(tier.stores.keys() & set(request.block_hashes))
+    plan, _ = engine.in_flight[0]
+    engine.in_flight[0] = plan, ModelRunnerOutput({}, errors={"d": "it broke"})
+    while engine.scheduler.has_requests():
+        engine.step()
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert not (tier.stores.keys() | tier.contents.keys()) & set(request.block_hashes)
+
+
 def test_a_load_evicts_nothing_that_is_not_stored() -> None:
     engine, tier = make_engine()
     tier.contents = {name: content for name, content in tier.contents.items() if name in block_names("a")}

@@ -123,6 +123,23 @@ def test_the_answer_has_the_parameters_at_its_top(prefill: Client, path: str) ->
 
 
 @pytest.mark.parametrize("path", BODIES)
+def test_limits_of_a_request_reach_engines_of_any_role(
+    prefill: Client, roleless: Client, prefill_core: FakeEngineCore, path: str
+) -> None:
+    limits = {"max_load_tokens": 0, "max_offload_tokens": 32}
+    assert roleless.post(path, {**BODIES[path], "kv_transfer_params": limits}).status_code == 200
+    assert prefill.post(path, {**BODIES[path], "kv_transfer_params": {**TO_PREFILL, **limits}}).status_code == 200
+    options = prefill_core.requests[-1].options
+    assert (options.kv_transfer, options.max_load_tokens, options.max_offload_tokens) == (
+        KVTransfer(keep_for_decode=True),
+        0,
+        32,
+    )
+    reply = roleless.post(path, {**BODIES[path], "kv_transfer_params": {"max_load_tokens": -1}})
+    assert reply.status_code == 400 and "max_load_tokens is -1, must be 0 to" in reply.text
+
+
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_has_the_parameters_once_with_the_last_answer_s_end(
     prefill: Client, prefill_core: FakeEngineCore, path: str, n: int

@@ -1,12 +1,13 @@
 """A connection of a decode engine to a prefill engine."""
 
+import contextlib
 import fcntl
 import mmap
 import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +23,8 @@ from jaxllm.kv_tiers.slot_store import SlotMemory
 from jaxllm.kv_tiers.transfers import copy
 
 T = TypeVar("T")
+_TOUCHED_PAGES = 1 << 16
+"""Pages that are touched at a time."""
 
 
 class RefusedError(JaxLLMError):
@@ -50,17 +53,33 @@ class Mapping:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
+        self._touching: threading.Thread | None = None
+        self._is_closing = False
 
     def open(self, channel: Channel, seconds: float) -> mmap.mmap:
         """Map it, if no other connection has. Raises WireError."""
         with self._lock:
             if self._memory is None:
-                self._memory = _map(channel, seconds)
+                self._memory = memory = _map(channel, seconds)
+                self._touching = threading.Thread(target=self._touch, args=(memory,), name="kv-touch", daemon=True)
+                with contextlib.suppress(RuntimeError):  # there are too many threads: copies are slower at first
+                    self._touching.start()
             return self._memory
+
+    def _touch(self, memory: mmap.mmap) -> None:
+        """Have the system map every page now: copies from pages that are not mapped yet take twice as long."""
+        pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+        for start in range(0, len(pages), _TOUCHED_PAGES):
+            if self._is_closing:
+                return
+            pages[start : start + _TOUCHED_PAGES].max()  # other threads run Python meanwhile
 
     def close(self) -> None:
         """Give it back. No connection is used any more."""
+        self._is_closing = True
         with self._lock:
+            if self._touching is not None and self._touching.ident is not None:
+                self._touching.join()
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
@@ -133,22 +152,29 @@ class Connection:
                     self._channel.receive_into(self._memory.view(slot), self._seconds)
                     self._set_sums(slot, sums)
                     came.add(name)
-                case messages.Slot(name, offset, sums):
-                    slot = _take(slot_of, name)
-                    self._copy(slot, offset)
-                    self._set_sums(slot, sums)
-                    came.add(name)
+                case messages.Slots(found, offsets, all_sums):
+                    if not len(found) == len(offsets) == len(all_sums):
+                        raise WireError("Slots has lists of different lengths")
+                    taken = [_take(slot_of, name) for name in found]
+                    self._copy(taken, offsets)
+                    for slot, sums in zip(taken, all_sums, strict=True):
+                        self._set_sums(slot, sums)
+                    came.update(found)
                 case messages.Refused(code, text):
                     raise RefusedError(code, text)
                 case other:
                     raise WireError(f"the answer to Pull is a {type(other).__name__}")
         return [name in came for name in names]
 
-    def _copy(self, slot: int, offset: int) -> None:
-        size, shared = self._memory.block_bytes, self._shared
-        if shared is None or not 0 <= offset <= len(shared) - size:
-            raise WireError("a slot lies outside of the memory that is shared")
-        copy(memoryview(shared)[offset : offset + size], to=self._memory.view(slot))
+    def _copy(self, slots: Sequence[int], offsets: Sequence[int]) -> None:
+        """Copy contents from the memory that is shared, neighbours in both at once: threads wait for each other after each copy."""
+        memory, shared = self._memory, self._shared
+        for first, count in _runs(slots, offsets, memory.slot_bytes):
+            slot, offset = slots[first], offsets[first]
+            size = (count - 1) * memory.slot_bytes + memory.block_bytes
+            if shared is None or not 0 <= offset <= len(shared) - size:
+                raise WireError("a slot lies outside of the memory that is shared")
+            copy(memoryview(shared)[offset : offset + size], to=memory.view(slot, count))
 
     def _set_sums(self, slot: int, sums: bytes) -> None:
         own = self._memory.sums[slot]
@@ -168,6 +194,15 @@ class Connection:
     def close(self) -> None:
         """Close it. No other thread uses it."""
         self._channel.close()
+
+
+def _runs(slots: Sequence[int], offsets: Sequence[int], slot_bytes: int) -> Iterator[tuple[int, int]]:
+    """The first index and the length of runs of consecutive slots whose offsets are as far from each other."""
+    start = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or (slots[index] - slots[index - 1], offsets[index] - offsets[index - 1]) != (1, slot_bytes):
+            yield start, index - start
+            start = index
 
 
 def _take(slot_of: dict[bytes, int], name: bytes) -> int:

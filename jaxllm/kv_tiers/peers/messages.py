@@ -11,7 +11,7 @@ import secrets
 
 from jaxllm.framing import Accepted, Message
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages."""
 FIRST_BYTES = 16 << 10
 """Most bytes of a message before the other end is authenticated."""
@@ -59,7 +59,7 @@ class Attached(Message, tag="attached"):
 
 
 class Pull(Message, tag="pull"):
-    """Fetch contents. Each name is answered once, in any order: by `Block`, `Slot` or `Missing`."""
+    """Fetch contents. Each name is answered once, in any order: by `Block`, `Slots` or `Missing`."""
 
     lease: str
     names: list[bytes]
@@ -74,12 +74,12 @@ class Block(Message, tag="block"):
     """Its checksums, as the device computed them."""
 
 
-class Slot(Message, tag="slot"):
-    """A content in the memory that `Map` gave."""
+class Slots(Message, tag="slots"):
+    """Contents in the memory that `Map` gave, as many as are there."""
 
-    name: bytes
-    offset: int
-    sums: bytes
+    names: list[bytes]
+    offsets: list[int]
+    sums: list[bytes]
 
 
 class Missing(Message, tag="missing"):
@@ -123,7 +123,7 @@ class Code:
 FIRST_OF_DECODE = Accepted(Hello | Proof, FIRST_BYTES)
 FIRST_OF_PREFILL = Accepted(Hello | Proof | Refused, FIRST_BYTES)
 OF_DECODE = Accepted(Attach | Pull | Map | Renew | Done, MAX_BYTES)
-OF_PREFILL = Accepted(Attached | Block | Slot | Missing | Mapped | Refused, MAX_BYTES)
+OF_PREFILL = Accepted(Attached | Block | Slots | Missing | Mapped | Refused, MAX_BYTES)
 
 
 def new_nonce() -> bytes:

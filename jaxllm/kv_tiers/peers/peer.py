@@ -11,8 +11,8 @@ from jaxllm.kv_tiers.peers.client import Connection, Mapping, Target
 from jaxllm.worker_thread import WorkerThread
 
 T = TypeVar("T")
-NUM_CONNECTIONS = 4
-"""Connections for contents."""
+NUM_CONNECTIONS = 8
+"""Connections for contents, each with a thread. On a host with an H100 four threads copy 17 GB/s, eight 24, twelve no more."""
 BATCH_BYTES = 16 << 20
 """Contents of one Pull."""
 

@@ -228,22 +228,33 @@ class Server:
                 channel.send_descriptor(self._memory.descriptor, BLOCK_SECONDS)
 
     def _send_contents(self, channel: Channel, number: str, names: Sequence[bytes]) -> None:
-        memory, missing = self._memory, []
+        memory, missing, there = self._memory, [], list[tuple[bytes, int]]()
         try:
             with self._leases.reading(number) as slot_of:
                 for name in names:
-                    if (slot := slot_of(name, STORE_SECONDS)) is None:
+                    if (slot := slot_of(name, 0.0)) is None:
+                        self._send_slots(channel, there)
+                        slot = slot_of(name, STORE_SECONDS)
+                    if slot is None:
                         missing.append(name)
-                        continue
-                    sums = memory.sums[slot].tobytes()
-                    if channel.is_local:
-                        channel.send(messages.Slot(name, memory.offset(slot), sums), BLOCK_SECONDS)
+                    elif channel.is_local:
+                        there.append((name, slot))
                     else:
-                        channel.send(messages.Block(name, memory.block_bytes, sums), BLOCK_SECONDS, memory.view(slot))
+                        block = messages.Block(name, memory.block_bytes, memory.sums[slot].tobytes())
+                        channel.send(block, BLOCK_SECONDS, memory.view(slot))
+                self._send_slots(channel, there)
         except NoLeaseError:
             missing = list(names)
         if missing:
             channel.send(messages.Missing(missing), BLOCK_SECONDS)
+
+    def _send_slots(self, channel: Channel, there: list[tuple[bytes, int]]) -> None:
+        """Tell where contents are in the memory that is shared, and empty the list."""
+        if there:
+            names, slots = [name for name, _ in there], [slot for _, slot in there]
+            sums = [self._memory.sums[slot].tobytes() for slot in slots]
+            channel.send(messages.Slots(names, [self._memory.offset(slot) for slot in slots], sums), BLOCK_SECONDS)
+            there.clear()
 
 
 def _refuse(channel: Channel, code: str, text: str) -> bool:

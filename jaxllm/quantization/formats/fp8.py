@@ -119,10 +119,21 @@ class Fp8(WeightFormat):
             "scale": ParamSpec(shape[n:], axes[n:], "float32", scales),
         }
 
-    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply) -> Array:
-        from jaxllm.quantization.fp8 import product
+    @property
+    def quantizes_inputs(self) -> bool:
+        return self.computes
 
+    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
+        from jaxllm.quantization.fp8 import product, weight_only_product
+
+        if weight_only:
+            return weight_only_product(arrays["values"], arrays["scale"], x)
         return product(arrays["values"], arrays["scale"], x, shards)
+
+    def sums(self, arrays: Arrays, x: Array) -> Any:
+        from jaxllm.quantization.fp8 import sums
+
+        return sums(arrays["values"], arrays["scale"], x)
 
     @property
     def _is_stored(self) -> bool:

@@ -38,11 +38,13 @@ _ROWS = 2048
 
 @dataclass(frozen=True)
 class Tiled:
-    """A linear layer's weight in tiles, as a device has it."""
+    """A weight in tiles, as a device has it."""
 
     outputs: tuple[int, ...]
     num_inputs: int
     num_groups: int
+    num_lead: int
+    """Dimensions before the outputs: those of experts, which are weights of their own."""
     stored: Mapping[str, ParamSpec] = field(compare=False)
     """See `WeightFormat.stored_parts`. Not compared: equal layers have equal formats."""
 
@@ -56,8 +58,8 @@ class PackedFormat(WeightFormat):
     codes [*outputs, K] in the number's type, or of 4 bits uint8 [*outputs, K / 2], the lower half of a byte first;
     scale [*outputs, G]; zero uint8 [*outputs, G]; minimum [*outputs, G]; factor float32 [*outputs].
 
-    In tiles, a linear layer's weight has the arrays of `pallas_kernels.quantized_matmul.Packed` instead, each device's part padded to
-    whole tiles. Files never have it so.
+    In tiles, a weight has the arrays of `pallas_kernels.quantized_matmul.Packed` instead, each device's part padded to whole tiles;
+    those of experts have their dimensions first. Files never have it so.
     """
 
     computes: bool = True
@@ -65,7 +67,7 @@ class PackedFormat(WeightFormat):
     size: int = 1
     """Devices that some layers are split over."""
     tiles: bool = False
-    """Whether weights of linear layers that kernels take are in tiles."""
+    """Whether weights that kernels take are in tiles."""
     weight_scheme: Scheme | None = None
     """That of the weight that this is the format of (`of`); None: of all."""
     transposed: bool = False
@@ -125,7 +127,7 @@ class PackedFormat(WeightFormat):
         from jaxllm.quantization.tiles import lay_out
 
         assert self.tiled is not None
-        return lay_out(arrays, self.tiled.stored, parts, self._scheme.number, mesh)
+        return lay_out(arrays, self.tiled.stored, parts, self._scheme.number, self.tiled.num_lead, mesh)
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         tiled = self._tiled(weight)
@@ -134,8 +136,9 @@ class PackedFormat(WeightFormat):
     def _declare_tiles(self, weight: WeightSpec, tiled: Tiled) -> dict[str, ParamSpec]:
         from jaxllm.quantization.tiles import parts_of_device
 
-        scheme, source = self._scheme_of(weight), tiled.stored["codes"].source
+        scheme, codes = self._scheme_of(weight), tiled.stored["codes"]
         assert scheme is not None
+        lead, lead_axes = codes.shape[: tiled.num_lead], codes.axes[: tiled.num_lead]
         # Devices that split a dimension, and the axis that says so.
         outputs = (1, "tiles") if weight.split_outputs is None else (self.size, "split_tiles")
         inputs = (self.size, "split_tiles") if weight.splits_inputs else (1, "tiles")
@@ -144,24 +147,29 @@ class PackedFormat(WeightFormat):
         for name, (shape, dtype) in parts_of_device(scheme, tiled.outputs, tiled.num_inputs, tiled.num_groups).items():
             split = dimensions.get(name, (inputs, outputs))
             whole = tuple(count * num_devices for count, (num_devices, _) in zip(shape, split, strict=True))
-            found[name] = ParamSpec(whole, tuple(axis for _, axis in split), dtype, source)
+            found[name] = ParamSpec((*lead, *whole), (*lead_axes, *(axis for _, axis in split)), dtype, codes.source)
         return found
 
     def _tiled(self, weight: WeightSpec) -> Tiled | None:
-        """A weight in tiles; None: it stays as stored, because no kernel takes it, or it is that of experts."""
-        if not self.tiles or not weight.modules or (stored := self._declare_stored(weight)) is None:
+        """A weight in tiles; None: it stays as stored, because no kernel takes it."""
+        if not self.tiles or (stored := self._declare_stored(weight)) is None:
             return None
         from jaxllm.quantization.tiles import takes
 
         scheme = self._scheme_of(weight)
         assert scheme is not None
-        outputs, num_groups = list(stored["scale"].shape[:-1]), stored["scale"].shape[-1]
+        num_lead = 0 if weight.modules else len(stored["scale"].shape) - 2
+        *outputs, num_groups = stored["scale"].shape[num_lead:]
         num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
         if weight.split_outputs is not None:
             outputs[weight.split_outputs] //= self.size
         if weight.splits_inputs:
-            num_inputs, num_groups = num_inputs // self.size, max(1, num_groups // self.size)
-        return Tiled(tuple(outputs), num_inputs, num_groups, stored) if takes(scheme, num_inputs, num_groups) else None
+            num_inputs //= self.size
+            if num_groups == self.size > 1:
+                return None  # a device's one group would become a factor of outputs, which all devices share
+            num_groups = max(1, num_groups // self.size)
+        is_taken = takes(scheme, num_inputs, num_groups)
+        return Tiled(tuple(outputs), num_inputs, num_groups, num_lead, stored) if is_taken else None
 
     def _declare_stored(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         plain, n = weight.plain, weight.num_contracted
@@ -224,7 +232,7 @@ class PackedFormat(WeightFormat):
     def widens_in_products(self) -> bool:
         return self.computes
 
-    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply) -> Array:
+    def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
         from jaxllm.quantization import packed, tiles
 
         if self.tiled is not None:
@@ -232,7 +240,11 @@ class PackedFormat(WeightFormat):
         return packed.product(arrays, self._scheme, x, shards)
 
     def operand(self, arrays: Arrays) -> Any:
-        """Float32: whoever takes it rounds it to the model's type."""
+        """Not in tiles: float32, which whoever takes it rounds to the model's type."""
+        if self.tiled is not None:
+            from jaxllm.quantization.tiles import experts
+
+            return experts(arrays, self._scheme.number)
         from jaxllm.quantization.packed import widen
 
         return widen(arrays, self._scheme, "float32")

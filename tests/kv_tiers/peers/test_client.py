@@ -21,7 +21,7 @@ from jaxllm.kv_tiers.peers.addresses import NotAllowedError
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, RefusedError, Target
 from jaxllm.kv_tiers.peers.identity import is_signed, signature
-from jaxllm.kv_tiers.peers.messages import Attached, Block, Hello, Mapped, Missing, Proof, Refused, Slot
+from jaxllm.kv_tiers.peers.messages import Attached, Block, Hello, Mapped, Missing, Proof, Refused, Slots
 from jaxllm.kv_tiers.peers.peer import Peer
 from jaxllm.kv_tiers.peers.peer_store import PeerStore
 from jaxllm.kv_tiers.peers.server import socket_name
@@ -152,7 +152,9 @@ ANSWERS: dict[str, tuple[bytes, str]] = {
     "4 GiB": (block(NAMES[0], length=2**32), "a block of 4294967296 bytes was sent"),
     "negative": (block(NAMES[0], length=-1), "a block of -1 bytes was sent"),
     "too few sums": (block(NAMES[0], sums=SUMS[:-1]), "checksums of 23 bytes"),
-    "slot without memory": (bytes(frame(Slot(NAMES[0], 0, SUMS), 1000)), "outside of the memory"),
+    "slot without memory": (bytes(frame(Slots([NAMES[0]], [0], [SUMS]), 1000)), "outside of the memory"),
+    "slots of other lengths": (bytes(frame(Slots(NAMES[:2], [0], [SUMS, SUMS]), 1000)), "lists of different lengths"),
+    "slots twice": (bytes(frame(Slots([NAMES[0]] * 2, [0, 0], [SUMS] * 2), 1000)), "not asked for, or twice"),
     "another answer": (bytes(frame(Attached("lease", []), 1000)), "the answer to Pull is a Attached"),
     "long message": (struct.pack(">I", messages.MAX_BYTES + 1), "was announced"),
 }

@@ -74,7 +74,7 @@ def break_off(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
     send = Server._send_contents
 
     def broken(self: Server, channel: Any, number: str, names: Any) -> None:
-        send(self, channel, number, names[:1])
+        send(self, channel, number, names[: len(names) // 2])
         channel.interrupt()
 
     monkeypatch.setattr(Server, "_send_contents", broken)

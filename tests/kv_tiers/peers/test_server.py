@@ -59,6 +59,9 @@ def test_contents_come_with_their_checksums(memory: FakeMemory, is_shared: bool,
             assert connection.pull(lease.number, wanted, [7, 6, 5, 4]) == [True, True, False, True]
             for slot, source in ((7, 4), (6, 0), (4, 2)):
                 assert memory.content(slot) == engine.memory.content(source)
+            assert connection.pull(lease.number, [lease.names[index] for index in (0, 1, 2, 4)], [1, 2, 3, 4]) == [True] * 4
+            for slot, source in ((1, 0), (2, 1), (3, 2), (4, 4)):  # the first three are neighbours here and there
+                assert memory.content(slot) == engine.memory.content(source)
             assert connection.pull(lease.number, [b"of another prompt"], [0]) == [False]
             connection.renew([lease.number])
             connection.end(lease.number)

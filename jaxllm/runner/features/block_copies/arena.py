@@ -78,10 +78,9 @@ class Arena:
             os.close(self.descriptor)
             self.descriptor = None
 
-    def view(self, slot: int) -> memoryview:
-        """The bytes of a slot's content, which can be written. Valid until `close`."""
-        start = self.offset(slot)
-        return memoryview(self._bytes[start : start + self.block_bytes])  # type: ignore[arg-type]
+    def view(self, slot: int, count: int = 1) -> memoryview:
+        """See SlotMemory. Valid until `close`."""
+        return memoryview(self._bytes[self.offset(slot) : self.offset(slot + count - 1) + self.block_bytes])  # type: ignore[arg-type]
 
     def offset(self, slot: int) -> int:
         """Where a slot begins."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -20,7 +19,7 @@ from jaxllm.runner.features.block_copies.arena import Arena
 from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_locking
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
-from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer
+from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer, Waiting
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.worker_thread import WorkerThread
@@ -112,7 +111,8 @@ class BlockCopier(OpRunner):
                 self._staging[op.staging] = staging
                 self._submit(0, op, partial(self._to_host, op, staging, sums))
             case StageBlocks():
-                self._submit(1, op, partial(self._to_device, op))
+                # Begun here, so that the devices have the next copy before the thread is told that one is over.
+                self._submit(1, op, partial(self._arrived, op, self._to_device(op)))
             case ScatterBlocks():
                 size = self._size(len(op.block_ids))
                 program = self._runner.program(ProgramKey(Scatter.name, size))
@@ -126,17 +126,18 @@ class BlockCopier(OpRunner):
     def _to_host(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> FinishedCopy:
         assert self._transfer is not None
         sums_DnH = np.asarray(sums)  # the program is over
-        start = time.perf_counter()
-        self._transfer.to_host(staging, op.slots)
+        _, seconds = self._transfer.to_host(staging, op.slots)()
         self.arena.sums[op.slots] = sums_DnH[:: self.format.num_copies, : len(op.slots)].swapaxes(0, 1)
-        return FinishedCopy(op.number, seconds=time.perf_counter() - start)
+        return FinishedCopy(op.number, seconds=seconds)
 
-    def _to_device(self, op: StageBlocks) -> FinishedCopy:
+    def _to_device(self, op: StageBlocks) -> Waiting:
         assert self._transfer is not None
-        start = time.perf_counter()
         self._staged_sums[op.staging] = np.repeat(self.arena.sums[op.slots].swapaxes(0, 1), self.format.num_copies, axis=0)
-        self._staging[op.staging] = self._transfer.to_device(self._staging[op.staging], op.slots)
-        return FinishedCopy(op.number, seconds=time.perf_counter() - start)
+        return self._transfer.to_device(self._staging[op.staging], op.slots)
+
+    def _arrived(self, op: StageBlocks, wait: Waiting) -> FinishedCopy:
+        self._staging[op.staging], seconds = wait()
+        return FinishedCopy(op.number, seconds=seconds)
 
     def _verdict(self, op: ScatterBlocks, is_right_Dn: jax.Array) -> FinishedCopy:
         is_right_n = np.all(np.asarray(is_right_Dn), axis=0)[: len(op.block_ids)]

@@ -21,7 +21,7 @@ from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.errors import ConfigError
 from jaxllm.runner.features.block_copies.arena import PAGE_BYTES, Arena
 from jaxllm.runner.features.block_copies.format import BlockFormat
-from jaxllm.runner.features.block_copies.transfer import by_device
+from jaxllm.runner.features.block_copies.transfer import Waiting, by_device
 
 _REGISTERED_BYTES = 64 << 30
 """Most memory that is page-locked by one call. No copy reaches from one such piece into the next: CUDA need not accept that."""
@@ -71,24 +71,24 @@ class CudaTransfer:
             self.close()
             raise
 
-    def to_host(self, staging: jax.Array, slots: Sequence[int]) -> None:
-        self._copy("out", staging, slots)
+    def to_host(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
+        return self._begin("out", staging, slots)
 
-    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> jax.Array:
-        self._copy("in", staging, slots)
-        return staging
+    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
+        return self._begin("in", staging, slots)
 
-    def _copy(self, direction: str, staging: jax.Array, slots: Sequence[int]) -> None:
+    def _begin(self, direction: str, staging: jax.Array, slots: Sequence[int]) -> Waiting:
         is_out, num_copies = direction == "out", self._format.num_copies
         row_bytes = self._format.part_words * WORD_BYTES
-        with contextlib.ExitStack() as ending:  # waits for all, after an error too: others may get the buffers and slots next
+        spans = []
+        try:
             for device, part in by_device(staging):
                 if is_out and device % num_copies:
                     continue  # another device has the same
                 ordinal = part.device.local_hardware_id  # type: ignore[union-attr]
                 self._runtime.call("cudaSetDevice", ordinal)  # of this thread
                 stream = self._streams[direction, ordinal]
-                ending.callback(self._runtime.call, "cudaStreamSynchronize", stream)
+                spans.append(_Span(self._runtime, ordinal, stream))
                 rows, offset = part.unsafe_buffer_pointer(), device // num_copies * row_bytes
                 for row, slot, count in runs(slots, self._piece_slots):
                     of_rows = (_at(rows + row * row_bytes), ctypes.c_size_t(row_bytes))
@@ -96,6 +96,12 @@ class CudaTransfer:
                     to, source = (of_slots, of_rows) if is_out else (of_rows, of_slots)
                     shape = (ctypes.c_size_t(row_bytes), ctypes.c_size_t(count))
                     self._runtime.call("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
+                spans[-1].end()
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                _wait_for(spans)
+            raise
+        return lambda: (staging, _wait_for(spans))
 
     def close(self) -> None:
         """Unlock the pages, as far as a device that is lost allows it."""
@@ -107,6 +113,55 @@ class CudaTransfer:
                 self._runtime.call("cudaStreamDestroy", stream)
         self._registered.clear()
         self._streams.clear()
+
+
+class _Span:
+    """What a stream does between two moments, for one copy."""
+
+    def __init__(self, runtime: "_Runtime", ordinal: int, stream: ctypes.c_void_p):
+        """ordinal: of the thread's device, which has the stream."""
+        self._runtime, self._ordinal, self._stream = runtime, ordinal, stream
+        self._events: list[ctypes.c_void_p] = []
+        self._record()
+
+    def _record(self) -> None:
+        event = ctypes.c_void_p()
+        self._runtime.call("cudaEventCreate", ctypes.byref(event))
+        self._events.append(event)
+        self._runtime.call("cudaEventRecord", event, self._stream)
+
+    def end(self) -> None:
+        """Whatever is begun from now on is another copy's."""
+        self._record()
+
+    def wait(self) -> float:
+        """Return its seconds when it is over, or if it never ended when all that the stream had to do is."""
+        milliseconds = ctypes.c_float()
+        self._runtime.call("cudaSetDevice", self._ordinal)
+        try:
+            if len(self._events) < 2:
+                self._runtime.call("cudaStreamSynchronize", self._stream)
+            else:
+                self._runtime.call("cudaEventSynchronize", self._events[1])
+                self._runtime.call("cudaEventElapsedTime", ctypes.byref(milliseconds), *self._events)
+        finally:
+            for event in self._events:
+                with contextlib.suppress(CudaError):
+                    self._runtime.call("cudaEventDestroy", event)
+        return milliseconds.value / 1e3
+
+
+def _wait_for(spans: Iterable[_Span]) -> float:
+    """The seconds of the longest. Waits for all, after an error too: others may get the buffers and slots next."""
+    seconds, errors = [0.0], list[CudaError]()
+    for span in spans:
+        try:
+            seconds.append(span.wait())
+        except CudaError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return max(seconds)
 
 
 def check_locking(num_bytes: int, ordinal: int) -> None:

@@ -1,6 +1,8 @@
 """Copies between rows of a staging buffer and slots of host memory, as JAX and NumPy make them: for CPUs."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -9,32 +11,43 @@ import numpy as np
 from jaxllm.runner.features.block_copies.arena import Arena
 from jaxllm.runner.features.block_copies.format import BlockFormat
 
+Waiting = Callable[[], tuple[jax.Array, float]]
+"""Waits for a copy. Returns its staging buffer, or another one in its place, and the seconds of the copy alone."""
+
 
 class Transfer(Protocol):
-    """Copies that wait. One thread calls `to_host`, one `to_device`; no program uses the buffer meanwhile."""
+    """Begins copies, which run one after the other in each direction. One thread calls `to_host`, one `to_device`, and one what either
+    returns; no program uses the buffer meanwhile. After an error none of its copies is under way."""
 
-    def to_host(self, staging: jax.Array, slots: Sequence[int]) -> None:
+    def to_host(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
         """Copy the first rows of a staging buffer, each to its slot."""
 
-    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> jax.Array:
-        """Copy slots to the first rows of a staging buffer. Returns it, or another one in its place."""
+    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
+        """Copy slots to the first rows of a staging buffer."""
 
     def close(self) -> None:
         """Release what it holds of host and devices."""
 
 
 class PlainTransfer:
-    """A Transfer that replaces staging buffers."""
+    """A Transfer that replaces staging buffers. Who waits for a copy makes it."""
 
     def __init__(self, arena: Arena, format: BlockFormat):
         self._arena, self._format = arena, format
 
-    def to_host(self, staging: jax.Array, slots: Sequence[int]) -> None:
+    def to_host(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
+        return partial(_timed, self._to_host, staging, slots)
+
+    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
+        return partial(_timed, self._to_device, staging, slots)
+
+    def _to_host(self, staging: jax.Array, slots: Sequence[int]) -> jax.Array:
         for device, shard in by_device(staging):
             if device % self._format.num_copies == 0:
                 self._arena.words[slots, device // self._format.num_copies] = np.asarray(shard)[0, : len(slots)]
+        return staging
 
-    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> jax.Array:
+    def _to_device(self, staging: jax.Array, slots: Sequence[int]) -> jax.Array:
         parts = []
         for device, shard in by_device(staging):
             # New memory: on a CPU an array may share that of the host array which it was made of.
@@ -45,6 +58,13 @@ class PlainTransfer:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _timed(
+    copy: Callable[[jax.Array, Sequence[int]], jax.Array], staging: jax.Array, slots: Sequence[int]
+) -> tuple[jax.Array, float]:
+    start = time.perf_counter()
+    return copy(staging, slots), time.perf_counter() - start
 
 
 def by_device(staging: jax.Array) -> list[tuple[int, jax.Array]]:

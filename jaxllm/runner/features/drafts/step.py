@@ -59,6 +59,8 @@ class Engine(Protocol):
 
     @property
     def exchange(self) -> RankExchange | None: ...
+    @property
+    def policy(self) -> KernelPolicy: ...
 
     @property
     def shards(self) -> Shards: ...
@@ -242,7 +244,7 @@ class Drafts(LatestTokens):
         num_kept, logits_NKV = 0, drafts_of(rows).logits_NKV
 
         def drafters_step(ids: jax.Array, at: Places) -> Step:
-            return make_step(shared, ids, at, layers, engine.kernels, shards, exchange=engine.exchange)
+            return make_step(shared, ids, at, layers, engine.kernels, shards, exchange=engine.exchange, policy=engine.policy)
 
         def decode_step(token_R: jax.Array, position_R: jax.Array) -> Step:
             at = at_positions(rows.block_table_NB, row_R, position_R, jnp.where(samples_R, limit_R, 0), engine.cache)
