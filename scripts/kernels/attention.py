@@ -68,6 +68,15 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
                 Batch(f"prefill 1x8192 h{dim}", prompts=((8192, 0),), head_dim=dim),
                 Batch(f"mixed 256 decodes of 600 + 2x256 h{dim}", decodes=(600,) * 256, prompts=((256, 0),) * 2, head_dim=dim),
             ]
+        fp8: dict[str, Any] = {"cache_dtype": FP8, "has_scales": True}
+        batches += [
+            Batch(f"decode {rows}x1152 h{dim} fp8 cache", (1152,) * rows, head_dim=dim, **fp8)
+            for dim in (128, 64)
+            for rows in (1, 8, 64, 256)
+        ]
+        batches += [
+            Batch(f"prefill 8x1024 h{dim} fp8 cache", prompts=((1024, 0),) * 8, head_dim=dim, **fp8) for dim in (128, 64)
+        ]
         batches += [Batch(f"chunk of {new} at {before // 1024}k h128", prompts=((new, before),)) for new, before in _CHUNKS]
         for name, rows in _LONG.items():
             batches += [Batch(f"{name} h128", **rows), Batch(f"{name} h128 in 4 parts", page_size=64, num_parts=4, **rows)]

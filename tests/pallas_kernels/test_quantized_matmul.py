@@ -1,6 +1,5 @@
 """Weights of 4 and 8 bits: their packed order, the instructions that decode them, and products by every implementation."""
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -30,9 +29,10 @@ from pallas_kernels.quantized_matmul import (
     unpack_words,
     widened,
 )
-from pallas_kernels.quantized_matmul.decoders import NF4, TEMPORARIES, Decoder
+from pallas_kernels.quantized_matmul.decoders import NF4, TEMPORARIES
 from scripts.kernels import quantized_matmul as quantized_cases
 from tests.helpers.lowering import a_gpu_to_lower_for
+from tests.helpers.ptx_registers import run_ptx
 from tests.helpers.slow import slow_except
 
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernels use")
@@ -119,47 +119,6 @@ def test_what_cannot_be_packed_is_refused(number, codes, groups, zeros, text):
         pack(number, jnp.zeros(codes, jnp.uint8), scale, jnp.zeros(scale.shape, jnp.uint8) if zeros else None)
 
 
-def run_ptx(decoder: Decoder, word: np.ndarray) -> list[np.ndarray]:
-    """What the instructions make of words uint32: the registers, uint32."""
-    results = [f"${register}" for register in range(16 // decoder.bits)]
-    registers = {f"${len(results)}": word}
-
-    def value(name: str) -> np.ndarray:
-        return registers[name] if name in registers else np.full_like(word, int(name, 0))
-
-    def of_pairs(x: np.ndarray, y: np.ndarray, apply) -> np.ndarray:
-        wide = (z.view(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64) for z in (x, y))
-        exact = apply(*wide)
-        rounded = exact.astype(ml_dtypes.bfloat16)
-        assert (rounded.astype(np.float64) == exact).all(), "nothing is rounded"
-        return rounded.view(np.uint16).view(np.uint32)
-
-    def permute(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
-        """Four bytes of the eight of x and y."""
-        both = x.astype(np.uint64) | y.astype(np.uint64) << np.uint64(32)
-        picks = [(selector >> np.uint32(4 * byte)).astype(np.uint64) & np.uint64(15) for byte in range(4)]
-        assert all((pick < 8).all() for pick in picks), "no sign is repeated"
-        found = [(both >> np.uint64(8) * pick & np.uint64(255)) << np.uint64(8 * byte) for byte, pick in enumerate(picks)]
-        return sum(found, np.uint64(0)).astype(np.uint32)
-
-    operations = {
-        "mov.b32": lambda x: x,
-        "shl.b32": lambda x, y: x << y,
-        "shr.u32": lambda x, y: x >> y,
-        "and.b32": lambda x, y: x & y,
-        "or.b32": lambda x, y: x | y,
-        "prmt.b32": permute,
-        "lop3.b32": lambda x, y, z, table: (x & y) | z if (table == (0xF0 & 0xCC) | 0xAA).all() else None,
-        "sub.bf16x2": partial(of_pairs, apply=np.subtract),
-        "mul.rn.bf16x2": partial(of_pairs, apply=np.multiply),
-    }
-    for line in filter(None, map(str.strip, decoder.instructions.split(";"))):
-        operation, target, *operands = re.split(r"[ ,]+", line)
-        assert target in (*TEMPORARIES, *results)
-        registers[target] = operations[operation](*map(value, operands))
-    return [registers[result] for result in results]
-
-
 @pytest.mark.parametrize("number", DECODERS)
 def test_instructions_decode_every_code_in_every_register(number):
     decoder = DECODERS[number]
@@ -171,7 +130,9 @@ def test_instructions_decode_every_code_in_every_register(number):
         noise = np.random.default_rng(register).integers(0, 1 << 32, len(low), dtype=np.uint32)
         mask = np.uint32(((1 << decoder.bits) - 1) * 0x10001 << decoder.bits * register)
         word = noise & ~mask | (low | high << 16) << decoder.bits * register
-        got = run_ptx(decoder, word.astype(np.uint32))[register].view(np.uint16).reshape(-1, 2)
+        results = [f"${index}" for index in range(16 // decoder.bits)]
+        got = run_ptx(decoder.instructions, {f"${len(results)}": word.astype(np.uint32)}, results, TEMPORARIES)
+        got = got[register].view(np.uint16).reshape(-1, 2)
         np.testing.assert_array_equal(got, np.stack(expected, axis=1))
 
 
