@@ -21,7 +21,7 @@ _HALF_STEP = 1.05 / 16
 """Of a value in fp8, relative: what rounding alone does, and a twentieth more."""
 _SMALLEST_NORMAL = 2.0**-6
 _RESIDUAL_HALF_STEP = 2.0**-8
-"""Of a residual in bfloat16, relative."""
+"""Of a residual in 16 bits, relative, at most: that of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,19 @@ def _silu_up(values: Any, row: Any, column: Any, **options: Any) -> Quantized:
 
 
 def _add_norm_error(values: Any, constants: tuple[Any, ...], got: tuple[Any, Quantized], *, eps: float) -> float:
-    """The norm is that of the residual that was found: it may be rounded the other way."""
+    """The norm is that of the residual that was found: it may be rounded the other way. In the norm, subnormal numbers of its type may be
+    zero: plain JAX rounds by `reduce_precision`, which makes them so. In float16 they are below 6e-5, which a value in fp8 still shows."""
     row, column, residual, weight = constants
     x_TD, quantized = got
     added = reference.scaled(Sums(values, row, column))
     old, new = (np.asarray(x).astype(np.float64) for x in (residual, x_TD))
-    rounding = (_RESIDUAL_HALF_STEP * (np.asarray(x_TD).dtype.itemsize < 4) + 1e-6) * np.abs(old + added)
+    number = jnp.finfo(x_TD.dtype)
+    rounding = (_RESIDUAL_HALF_STEP * (number.bits < 32) + 1e-6) * np.abs(old + added) + float(number.smallest_subnormal) / 2
     off = np.abs(new - old - added) - rounding
     size = np.maximum(np.abs(old), np.abs(added))
-    return max(float((off / np.maximum(size, TINY)).max()), _error(quantized, reference.norm(x_TD, weight, eps)))
+    exact_TD = reference.norm(x_TD, weight, eps)
+    dropped_TD = np.where(np.abs(new) < float(number.smallest_normal), np.abs(exact_TD), 0)
+    return max(float((off / np.maximum(size, TINY)).max()), _error(quantized, exact_TD, dropped_TD))
 
 
 def _silu_up_error(values: Any, constants: tuple[Any, ...], got: Quantized, *, eps: float) -> float:
@@ -129,13 +133,13 @@ def _plain_error(x: Any, constants: tuple[Any, ...], got: Quantized, *, eps: flo
     return _error(got, np.asarray(x).astype(np.float64))
 
 
-def _error(got: Quantized, exact_TN: np.ndarray) -> float:
-    """Of scales, and of values what is more than the rounding to fp8, both relative; NaN is wrong."""
+def _error(got: Quantized, exact_TN: np.ndarray, dropped_TN: np.ndarray | float = 0.0) -> float:
+    """Of scales, and of values what is more than the rounding to fp8, both relative; NaN is wrong. dropped_TN: how far each may be off."""
     values_TN, scale_T = (np.asarray(array).astype(np.float64) for array in (got.values_TN, got.scale_T))
     largest_T = np.maximum(np.abs(exact_TN).max(axis=1), TINY)
     of_scales = np.abs(scale_T * LARGEST / largest_T - 1).max()
     expected_TN = exact_TN / largest_T[:, None] * LARGEST
-    rounding_TN = _HALF_STEP * np.maximum(np.abs(expected_TN), _SMALLEST_NORMAL)
+    rounding_TN = _HALF_STEP * np.maximum(np.abs(expected_TN), _SMALLEST_NORMAL) + dropped_TN / largest_T[:, None] * LARGEST
     of_values = (np.abs(values_TN - expected_TN) - rounding_TN).max() / LARGEST
     return max(float(of_scales), float(of_values)) if np.isfinite(of_scales + of_values) else math.inf
 

@@ -52,6 +52,18 @@ def test_the_check_finds_faults(function):
     assert not error(other, scale) < TOLERANCE
 
 
+def test_subnormal_residuals_in_float16_may_be_zero_in_the_norm():
+    found = case("add_norm_quantize", 37, 1152, implementations=("xla",), dtype="float16", interpret=True)
+    carry, constants, (x, quantized) = run(found)
+    assert found.error(carry, constants, (x, quantized)) < TOLERANCE
+    is_subnormal = np.abs(np.asarray(x, np.float32)) < 2.0**-14
+    values = np.array(quantized.values_TN)
+    assert is_subnormal.any() and not values[is_subnormal].any()
+    size = np.abs(values.astype(np.float32))
+    values[np.unravel_index(np.argmin(np.where(size > 2.0**-5, size, np.inf)), size.shape)] = 0
+    assert found.error(carry, constants, (x, Quantized(values, quantized.scale_T))) > TOLERANCE
+
+
 def test_cases_at_the_start_have_each_width():
     shapes = Shapes("bfloat16", width=64, of_heads=128, of_mlp=192, eps=1e-6)
     names = [found.name for found in cases(shapes, "triton", interpret=True)]
