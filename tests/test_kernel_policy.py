@@ -6,23 +6,12 @@ from dataclasses import fields
 import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
-from jaxllm.kernel_policy import CPU, GPU, MORE_THAN_ANY, KernelPolicy
+from jaxllm.kernel_policy import ALIKE, CPU, GPU, KernelPolicy
 from jaxllm.runner.buckets import Buckets
 from tests.helpers import engines
 from tests.helpers.parity import check
 
 SIZES = (1, 4, 16, 17, 64, 65, 255, 256, 2047, 2048, 8192, 1 << 20)
-ALIKE = KernelPolicy(
-    decode_rows=(),
-    tokens=(),
-    sample_rows=(),
-    max_draft_rows=MORE_THAN_ANY,
-    max_triton_rows=0,
-    min_tokens_of_two_runs=MORE_THAN_ANY,
-    min_tokens_to_send=MORE_THAN_ANY,
-    max_tokens_at_once=MORE_THAN_ANY,
-    min_shared_tokens=MORE_THAN_ANY,
-)
 
 
 def choices(policy: KernelPolicy) -> dict[str, list[object]]:
@@ -33,7 +22,7 @@ def choices(policy: KernelPolicy) -> dict[str, list[object]]:
 
 def test_a_policy_can_choose_alike_for_steps_of_all_sizes() -> None:
     found = choices(ALIKE)
-    assert {"has_drafts", "num_runs", "sends_tokens", "shares_tokens", "compiler_options"} <= found.keys()
+    assert {"has_drafts", "num_runs", "sends_tokens", "shares_tokens", "is_weight_only", "compiler_options"} <= found.keys()
     for name, answers in found.items():
         assert all(answer == answers[0] for answer in answers), name
         assert any(answer != choices(GPU)[name][0] for answer in choices(GPU)[name]), f"{name} depends on no size"

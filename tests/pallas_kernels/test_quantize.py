@@ -64,6 +64,14 @@ def test_subnormal_residuals_in_float16_may_be_zero_in_the_norm():
     assert found.error(carry, constants, (x, Quantized(values, quantized.scale_T))) > TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_jax_passes_the_cases_at_the_start_in_every_type(dtype):
+    for found in cases(Shapes(dtype, width=4096, of_heads=2048, of_mlp=1024, eps=1e-6), "xla", interpret=True):
+        carry, constants, got = run(found)
+        assert found.error(carry, constants, got) < TOLERANCE, found.name
+
+
 def test_cases_at_the_start_have_each_width():
     shapes = Shapes("bfloat16", width=64, of_heads=128, of_mlp=192, eps=1e-6)
     names = [found.name for found in cases(shapes, "triton", interpret=True)]
