@@ -59,6 +59,7 @@ def test_sizes_are_sorted_and_thresholds_not_negative(policy: KernelPolicy) -> N
             assert value == tuple(sorted(set(value))) and min(value, default=1) > 0, field.name
         else:
             assert value >= 0, field.name
+    assert policy.max_weight_only_rows <= policy.max_triton_rows
 
 
 @pytest.mark.parametrize(("num_tokens", "num_runs"), [(2046, 1), (2048, 2), (2049, 1), (2050, 2)])
