@@ -9,6 +9,7 @@ from jaxllm.kv_transfer import KVTransfer
 
 _MAX_SALT_LENGTH, _NOT_IN_SALT = 128, frozenset("@/\\\0")
 _MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+_MAX_NUMBER = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,6 @@ class RequestOptions:
     """The client that sent it, as the scheduling policy "fair" distinguishes clients."""
     kv_transfer: KVTransfer | None = None
     """Where blocks of its prompt come from, and for whom they are kept; None: this engine computes and uses them alone."""
-
     max_load_tokens: int | None = None
     """Most tokens that tiers behind the devices' cache load of it; None: as many as they have."""
     max_offload_tokens: int | None = None
@@ -47,6 +47,8 @@ class RequestOptions:
             raise InvalidRequestError(f"priority is {self.priority}, must fit 64 bits", "priority")
         for name in ("queue_timeout_seconds", "timeout_seconds"):
             _check_timeout(name, getattr(self, name))
+        for name in ("max_load_tokens", "max_offload_tokens"):
+            _check_limit(name, getattr(self, name))
         if self.cache_salt is not None:
             _check_salt(self.cache_salt)
 
@@ -111,3 +113,8 @@ def _check_timeout(name: str, seconds: Any) -> None:
         raise InvalidRequestError(
             f"{name} is {seconds!r}, must be seconds above 0 and at most {_MAX_TIMEOUT_SECONDS:.0f}", name
         )
+
+
+def _check_limit(name: str, most: Any) -> None:
+    if most is not None and (type(most) is not int or not 0 <= most <= _MAX_NUMBER):
+        raise InvalidRequestError(f"{name} is {most!r}, must be an integer from 0 to {_MAX_NUMBER}", name)

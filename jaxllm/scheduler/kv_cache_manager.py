@@ -327,7 +327,8 @@ class KVCacheManager:
     def discard_computed(self, request: Request) -> None:
         """Find no content any more that a request computed, whoever has blocks of it now. The request may run, wait or have ended."""
         own = request.block_hashes[request.num_found_blocks :]
-        self.discard([name + suffix for name in own for suffix in self._suffixes])
+        states = self.states.names_of(request) if request.num_found_blocks < len(self.states.hashes(request)) else []
+        self.discard([*(name + suffix for name in own for suffix in self._suffixes), *states])
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Find these contents no more, neither in the pool nor in tiers: they were computed wrongly."""

@@ -175,8 +175,9 @@ class Loading:
     def _names_worth_loading(self, request: Request, num_cached_tokens: int) -> list[bytes]:
         """The names of the longest prefix that is cached, arrives, or can be loaded in less time than it takes to compute it; none if that
         is no longer than what is cached."""
-        tier_of = self._find(self._manager.absent_names(request, self._num_loadable_blocks(request, num_cached_tokens)))
-        while loadable := tier_of.keys() | self._arriving:
+        absent = self._manager.absent_names(request, self._num_loadable_blocks(request, num_cached_tokens))
+        tier_of, arriving = self._find(absent), self._arriving.intersection(absent)
+        while loadable := tier_of.keys() | arriving:
             names, num_tokens = self._manager.names_of_prefix(request, loadable)
             num_more = num_tokens - num_cached_tokens
             if num_more <= 0:

@@ -173,6 +173,21 @@ def test_slots_outlive_the_devices_memory(copied: Copied) -> None:
         np.testing.assert_array_equal(new[[8, 9]], old[[3, 4]])
 
 
+@pytest.mark.parametrize("when", ["it begins", "it is waited for"])
+def test_a_load_that_fails_is_no_failure_of_the_step_with_which_it_begins(
+    copied: Copied, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("it broke")
+
+    assert copied.copier._transfer is not None
+    monkeypatch.setattr(copied.copier._transfer, "to_device", fail if when == "it begins" else lambda *_: fail)
+    copied.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=[StageBlocks(1, 0, copied.slots(2))])).result()
+    copied.copier.wait(10.0)
+    (copy,) = copied.copier.finished()
+    assert copy.number == 1 and str(copy.error) == "it broke"
+
+
 def test_first_runs_of_programs_leave_copies_alone(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come whenever the engine has no requests, whose last blocks may still be copied."""
     copier, transfer = copied.copier, copied.copier._transfer

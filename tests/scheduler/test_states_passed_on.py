@@ -4,7 +4,7 @@ import pytest
 
 from jaxllm.device_ops import LoadState, StoreState
 from jaxllm.kv_transfer import KVTransfer
-from jaxllm.request import Request
+from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.prefix_states import is_of_states
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.helpers.scheduling import make_request, make_scheduler, result_of, run_to_end, step
@@ -47,16 +47,18 @@ def test_a_prompt_without_a_full_block_before_its_last_token_is_computed_at_once
         assert parts(plan) == [(0, count)] and plan.ops == ()
 
 
-@pytest.mark.parametrize("is_preempted", [False, True])
-def test_states_of_a_request_that_failed_are_not_found_again(is_preempted: bool) -> None:
+@pytest.mark.parametrize("left", ["", "preempted", "aborted"])
+def test_states_of_a_request_that_failed_are_not_found_again(left: str) -> None:
     scheduler = make_scheduler(num_state_blocks=2)
     scheduler.add_request(prefill("bad"))
     step(scheduler)
     plan = scheduler.schedule()
     assert [type(op) for op in plan.ops] == [StoreState]
-    if is_preempted:  # while the step that fails is in flight
+    if left == "preempted":  # while the step that fails is in flight
         scheduler.hold_requests(["bad"])
         scheduler.release_requests(["bad"])
+    elif left == "aborted":
+        scheduler.finish_requests("bad", RequestStatus.FINISHED_ABORTED)
     scheduler.update_from_output(plan, ModelRunnerOutput({}, errors={"bad": "it broke"}))
     scheduler.check_integrity()
     assert not any(map(is_of_states, scheduler.cache_manager.pool.cached_hashes()))

@@ -220,6 +220,18 @@ def test_a_request_limits_what_is_loaded_of_it(most: int, num_found: int) -> Non
     assert (request.num_cached_tokens, 4 * tier.num_loaded) == (num_found, num_found)
 
 
+def test_a_limit_holds_if_what_arrives_for_another_request_never_comes() -> None:
+    engine, tier = make_engine(FakeTier(random.Random(1), load_blocks=2, share_stored=1.0), num_blocks=41)
+    tier.is_stuck = True
+    other, request = add(engine, "a2"), add(engine, "a3", max_load_tokens=0)
+    engine.dispatch()
+    assert other.status is RequestStatus.WAITING_FOR_BLOCKS
+    engine.scheduler.finish_requests("a2", RequestStatus.FINISHED_ABORTED)
+    tier.is_stuck = False
+    check_tokens(engine, request)
+    assert not request.loaded_tokens and tier.num_loaded == 0
+
+
 def test_tokens_on_the_devices_do_not_count_as_loaded() -> None:
     engine, tier = make_engine()
     pool, names = engine.scheduler.cache_manager.pool, block_names("a")

@@ -133,6 +133,17 @@ def test_timeouts_are_checked_and_passed_on(tokenizer: Tokenizer, name: str) -> 
         assert caught.value.param == name
 
 
+@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
+def test_limits_of_tokens_are_checked_and_passed_on(tokenizer: Tokenizer, name: str) -> None:
+    processor = processor_of(tokenizer)
+    request = processor.process("r", "x", SamplingParams(n=2), RequestOptions(**{name: 0}))  # type: ignore[arg-type]
+    assert [getattr(child.options, name) for child in request.children] == [0, 0]
+    for wrong in (-1, 2**63, 1.0, True, "1"):
+        with pytest.raises(InvalidRequestError, match=f"{name} is .*, must be an integer from 0") as caught:
+            processor.process("r", "x", SamplingParams(), RequestOptions(**{name: wrong}))  # type: ignore[arg-type]
+        assert caught.value.param == name
+
+
 def test_without_a_tokenizer_text_is_refused_wherever_it_comes() -> None:
     processor = processor_of(None)
     assert processor.process("r", [1, 2], SamplingParams()).prompt_token_ids == [1, 2]

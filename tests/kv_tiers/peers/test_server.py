@@ -18,7 +18,7 @@ from jaxllm.kv_tiers.peers import messages, server
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.client import Connection, RefusedError
 from jaxllm.kv_tiers.peers.messages import Attach, Code, Done, Hello, Map, Proof, Pull, Renew
-from tests.helpers.fake_memory import BLOCK_BYTES, FakeMemory, Prefill, connected, identity, names_of, prefill
+from tests.helpers.fake_memory import BLOCK_BYTES, SLOT_BYTES, FakeMemory, Prefill, connected, identity, names_of, prefill
 from tests.helpers.waiting import wait_until
 
 
@@ -71,6 +71,21 @@ def test_contents_come_with_their_checksums(memory: FakeMemory, is_shared: bool,
                 connection.attach(lease.number)
             connection.renew([])  # the connection is still of use
             assert connection.pull("of another engine", lease.names[:2], [0, 1]) == [False, False]
+
+
+@pytest.mark.parametrize("first", [-1, 7, 8, 2**50], ids=["before", "the second behind", "behind", "far behind"])
+def test_nothing_is_read_outside_of_the_memory_that_is_shared(
+    memory: FakeMemory, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with prefill(is_shared=True) as engine:
+        lease = engine.lease(2)
+        monkeypatch.setattr(engine.memory, "offset", lambda slot: (first + slot) * SLOT_BYTES)
+        with connected(engine, memory) as connection:
+            connection.attach(lease.number)
+            before = [memory.content(slot) for slot in range(8)]
+            with pytest.raises(WireError, match="outside of the memory"):
+                connection.pull(lease.number, lease.names, [3, 4])
+        assert [memory.content(slot) for slot in range(8)] == before
 
 
 def test_a_lease_ends_after_its_connection(memory: FakeMemory) -> None:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,11 @@ class BlockCopier(OpRunner):
                 self._submit(0, op, partial(self._to_host, op, staging, sums))
             case StageBlocks():
                 # Begun here, so that the devices have the next copy before the thread is told that one is over.
-                self._submit(1, op, partial(self._arrived, op, self._to_device(op)))
+                try:
+                    wait = self._to_device(op)
+                except Exception as error:
+                    wait = partial(_fail, error)  # of this copy, not of the step with which it begins
+                self._submit(1, op, partial(self._arrived, op, wait))
             case ScatterBlocks():
                 size = self._size(len(op.block_ids))
                 program = self._runner.program(ProgramKey(Scatter.name, size))
@@ -232,3 +236,7 @@ class BlockCopier(OpRunner):
         else:
             no_sums = np.zeros((self.format.num_devices, 0, self.format.num_sums), np.uint32)
             programs.scatter(self._runner, program, key.size, [], staging, no_sums)
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
