@@ -17,12 +17,12 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.parts import Part, combine
 
 TOLERANCE = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1.5e-2}
-"""Of the worst query head's relative error: a few roundings of the result, its weights rounded to the type."""
+"""Bound of the worst query head's relative error: a few roundings of the result, its weights rounded to the type."""
 REFERENCE_BYTES = 1 << 29
 MAX_TOKENS = 600
-"""Of a batch, that are compared with the reference on the device."""
+"""Tokens of a batch that are compared with the reference on the device."""
 SCALES = (0.75, 1.5)
-"""What the stored keys and values of a batch with scales stand for, divided by."""
+"""Scales of keys and of values of a batch that has them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Batch:
     cache_dtype: str = ""
     """Empty: that of the queries."""
     scale: float | None = None
-    """Of the scores; None: 1 / sqrt(head_dim)."""
+    """Factor of the scores; None: 1 / sqrt(head_dim)."""
     window: int | None = None
     soft_cap: float | None = None
     padding: int = 0
@@ -54,7 +54,7 @@ class Batch:
     """Keys and values are multiplied by SCALES."""
     has_sinks: bool = False
     num_queries: int = 1
-    """Of each row of a decode."""
+    """Queries of each row of a decode."""
     table_width: int = 0
     """Pages in a row of the table, if more than the longest row needs."""
     num_parts: int = 1
@@ -114,7 +114,7 @@ class Batch:
 
 
 class Places(NamedTuple):
-    """Where the rows of a batch lie: in permuted pages, of which page 0 is nobody's."""
+    """Where the rows of a batch lie: in permuted pages, of which page 0 belongs to no row."""
 
     table_RB: np.ndarray
     query_start_R1: np.ndarray
@@ -158,7 +158,7 @@ def call(module: Any, batch: Batch, **options: Any) -> Callable[..., jax.Array]:
 
 
 def _in_parts(module: Any, batch: Batch, options: dict[str, Any]) -> Callable[..., jax.Array]:
-    """The same over each part of the keys, combined."""
+    """Attention over each part of the keys, combined."""
 
     def run(q, k, v, *others):
         def of_part(own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -182,7 +182,7 @@ def split_pages(batch: Batch, pages_PKSH: jax.Array) -> list[jax.Array]:
 def attend_part(
     module: Any, batch: Batch, rank: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """What the device of this rank computes of a batch in parts, with its own keys and values."""
+    """The share of the device of this rank in a batch in parts, with its own keys and values."""
     slots = batch.page_size // batch.num_parts
     each = replace(batch, num_parts=1, page_size=slots, has_sinks=False)
     scales = others[3 : len(others) - batch.has_sinks]

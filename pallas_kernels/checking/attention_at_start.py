@@ -29,7 +29,7 @@ _LONG = 1037
 
 
 class Layer(NamedTuple):
-    """What is static in the attention of some layers."""
+    """Static properties of the attention of some layers."""
 
     scale: float
     window: int | None = None
@@ -54,7 +54,7 @@ class Shapes:
     has_scales: bool = False
     """Whether stored keys and values have scales."""
     num_queries: int = 1
-    """Of each row in decodes of several queries; 1: there are none."""
+    """Queries of each row in decodes of several; 1: there are none."""
     num_parts: int = 1
     """Devices that split the keys of a row, each with pages of `page_size`."""
 

@@ -24,8 +24,8 @@ class Case:
     """How far the result of a call with (carry, constants) is off; NaN is wrong too."""
     tolerance: float
     bytes: float = 0.0
-    """What one call must read and write."""
+    """Bytes that one call must read and write."""
     flops: float = 0.0
     feed: Callable[[Any, Any], Any] = _result
     note: str = ""
-    """What is shown beside its speed, such as what others reach."""
+    """Note that is shown after its speed, such as what others reach."""

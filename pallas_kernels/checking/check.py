@@ -20,11 +20,11 @@ RUN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What was wrong with a case."""
+    """Fault of a case."""
 
     text: str
     error: BaseException | None = None
-    """What was raised, if anything was."""
+    """The exception that was raised, if any."""
     hangs: bool = False
     """The program did not end: the device may never answer again."""
 

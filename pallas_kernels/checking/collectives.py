@@ -24,9 +24,9 @@ from pallas_kernels.collectives import exchange, peer, reference
 
 EPS = 1e-5
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Of what is normed, relative to the largest value; sums by "peer" are exact, those of XLA within this too."""
+"""Bound of errors of what is normed, relative to the largest value; sums by "peer" are exact, those of XLA within this too."""
 CYCLES = 25
-"""Of a chain; each has eight collectives."""
+"""Cycles of a chain; each has eight collectives."""
 REPEATS = 5
 """Runs of each program whose results are compared bit by bit."""
 _GOLDEN = 0x9E3779B9
@@ -70,11 +70,11 @@ def singles(num_devices: int) -> list[Single]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What an engine's steps exchange."""
+    """Shapes that an engine's steps exchange."""
 
     num_devices: int
     width: int
-    """Of the model."""
+    """Width of the model."""
     dtype: str
     vocab_size: int
     """Columns of the logits, on all devices together."""
@@ -90,7 +90,7 @@ def singles_at_start(shapes: Shapes) -> list[Single]:
 def check(
     mesh: Mesh, *, implementation: str = "peer", cases: Sequence[Single] | None = None, cycles: int = CYCLES
 ) -> Iterator[tuple[str, Fault | None]]:
-    """Of each case its name, and what was wrong. Ends after a wait that was given up.
+    """The name of each case and its faults. Ends after a wait that was given up.
 
     cases: None for all single calls and a chain of so many cycles.
     """
@@ -152,7 +152,7 @@ class _Run:
     program: Callable[..., Any]
     arrays: tuple[Any, ...]
     problem: Callable[[Any], str | None]
-    """Of results in NumPy, each with the devices as first dimension."""
+    """Says what is wrong with results in NumPy, each with the devices as first dimension."""
 
 
 def _fault(run: _Run, communicator: "collectives.Communicator | None") -> Fault | None:

@@ -12,7 +12,7 @@ from pallas_kernels.checking.host import Normals
 from pallas_kernels.expert_choice import Rule, choose_experts, reference
 
 TOLERANCE = 1e-5
-"""Of what experts are chosen by, and of weights, relative to a token's largest."""
+"""Bound of errors of what experts are chosen by, and of weights, relative to a token's largest."""
 _TOKENS = 70
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.checking.host import Normals, same_bits
 from pallas_kernels.gated_delta import gated_delta
 
 TOLERANCE = {"float32": 5e-5, "float16": 2e-3, "bfloat16": 1e-2}
-"""Of the largest difference of outputs or states, relative to the largest value: outputs are rounded."""
+"""Bound of the largest difference of outputs or states, relative to the largest value: outputs are rounded."""
 COUNTS = (1, 70, 2, 1, 17)
 """Tokens of the rows of a mixed step."""
 _MAX_HEADS = 4
@@ -44,7 +44,7 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
 def gated_delta_of_state(
     state: Any, q: Any, k: Any, v: Any, log_decay: Any, beta: Any, row: Any, is_new: Any, start: Any = None, **options: Any
 ) -> Any:
-    """The op with the states in front."""
+    """The op with the states as first argument."""
     return gated_delta(q, k, v, log_decay, beta, state, row, is_new, start, **options)
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.grouped_matmul.packed import PackedExperts
 from pallas_kernels.quantized_matmul import DECODERS, TILE, Packed
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
-"""Of the largest difference, relative to the largest value: hidden values and each expert's result are rounded too."""
+"""Bound of the largest difference, relative to the largest value: hidden values and each expert's result are rounded too."""
 _MAX_WEIGHTS = 64 << 20
 """Values of all experts of a case at an engine's start; few experts compute as many do."""
 _DEVIATIONS = {"int4": 4.6, "e2m1": 2.9, "nf4": 0.6, "int8": 74.0, "e4m3": 0.4}

@@ -12,7 +12,7 @@ from pallas_kernels.checking.host import Normals, same_bits
 from pallas_kernels.lora import Parts, add, group
 
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
-"""Of the largest difference, relative to the largest value."""
+"""Bound of the largest difference, relative to the largest value."""
 _NUM_SLOTS = 3
 _NUM_TOKENS = (1, 13, 150)
 """One; a few, which are one tile; and more than that."""

@@ -37,7 +37,7 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        """Of a token's vector."""
+        """Width of a token's vector."""
         return self.latent_dim + self.rotated_dim
 
 
@@ -57,7 +57,7 @@ class Shapes:
     """Pages in a row of the table."""
     scale: float
     num_queries: int = 1
-    """Of each row in decodes of several queries; 1: there are none."""
+    """Queries of each row in decodes of several; 1: there are none."""
 
     @property
     def sizes(self) -> Sizes:

@@ -16,12 +16,12 @@ from pallas_kernels.quantize import Quantized, Sums, add_norm_quantize, quantize
 from pallas_kernels.quantize.values import LARGEST, TINY
 
 TOLERANCE = 2e-5
-"""Of a scale, and of what is more than rounding, relative to the largest value of a vector."""
+"""Bound of errors of a scale, and of what is more than rounding, relative to the largest value of a vector."""
 _HALF_STEP = 1.05 / 16
-"""Of a value in fp8, relative: what rounding alone does, and a twentieth more."""
+"""Error of a value in fp8, relative: what rounding alone does, and a twentieth more."""
 _SMALLEST_NORMAL = 2.0**-6
 _RESIDUAL_HALF_STEP = 2.0**-8
-"""Of a residual in 16 bits, relative, at most: that of bfloat16."""
+"""Error of a residual in 16 bits, relative, at most: that of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Shapes:
 
     dtype: str
     width: int
-    """Of the model."""
+    """Width of the model."""
     of_heads: int
     """Values of all heads of a token together."""
     of_mlp: int
@@ -134,7 +134,8 @@ def _plain_error(x: Any, constants: tuple[Any, ...], got: Quantized, *, eps: flo
 
 
 def _error(got: Quantized, exact_TN: np.ndarray, dropped_TN: np.ndarray | float = 0.0) -> float:
-    """Of scales, and of values what is more than the rounding to fp8, both relative; NaN is wrong. dropped_TN: how far each may be off."""
+    """Error of scales, and of values what is more than the rounding to fp8, both relative; NaN is wrong. dropped_TN: how far each may
+    be off."""
     values_TN, scale_T = (np.asarray(array).astype(np.float64) for array in (got.values_TN, got.scale_T))
     largest_T = np.maximum(np.abs(exact_TN).max(axis=1), TINY)
     of_scales = np.abs(scale_T * LARGEST / largest_T - 1).max()
@@ -145,7 +146,7 @@ def _error(got: Quantized, exact_TN: np.ndarray, dropped_TN: np.ndarray | float 
 
 
 def _depend(carry: Any, result: Any) -> jax.Array:
-    """What was taken, with one value changed, which depends on the results: else equal calls would be made once."""
+    """The arguments with one value changed, which depends on the results: else equal calls would be made once."""
     flat = carry.reshape(-1)
     added = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(result)) * 1e-20
     return flat.at[0].add(added.astype(flat.dtype)).reshape(carry.shape)

@@ -15,12 +15,12 @@ from pallas_kernels.checking.host import Normals, same_bits
 from pallas_kernels.rope_cache_write import rope_and_write, xla
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-"""Of the largest difference, relative to the largest value: one rounding may fall the other way."""
+"""Bound of the largest difference, relative to the largest value: one rounding may fall the other way."""
 _FP8_HALF_STEP = 1.05 / 16
-"""Of a stored fp8 value, relative: what rounding alone does, and a twentieth more."""
+"""Error of a stored fp8 value, relative: what rounding alone does, and a twentieth more."""
 _FP8_MAX, _FP8_SMALLEST_NORMAL = 448.0, 2.0**-6
 _SCALES = (0.5, 0.01)
-"""Of keys and values: the second sends some beyond the largest fp8 number."""
+"""Scales of keys and values: the second sends some beyond the largest fp8 number."""
 _LARGE_PAIRS = 4096
 """Tokens times KV heads above which the kernel takes other tiles."""
 
@@ -103,7 +103,7 @@ def _host_arrays(shapes: Shapes, num_tokens: int) -> tuple[Any, tuple[Any, ...]]
 
 
 def _host_error(shapes: Shapes, carry: Any, constants: Any, got: Any) -> float:
-    """Of a cache in fp8, what is more than the rounding to fp8; of one that is narrower than the heads, in its own tolerance."""
+    """Error: of a cache in fp8, what is more than the rounding to fp8; of one narrower than the heads, in its own tolerance."""
     cos, sin, slot_T, *rest = constants
     norms, scales = (rest[:2], rest[2:]) if shapes.has_norms else ((), rest)
     qkv = carry[0].astype(np.float64)

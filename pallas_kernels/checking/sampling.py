@@ -16,7 +16,7 @@ from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
 
 TOLERANCE = 1e-5
-"""Of logsumexp."""
+"""Bound of errors of logsumexp."""
 DRAW_TOLERANCE = 1e-4
 """How much less a drawn token's logit plus noise may be than the largest, and how far a sum of probabilities may be off top_p."""
 
@@ -207,7 +207,7 @@ def _top_arrays(shapes: Shapes) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _top_error(k: int, logits: np.ndarray, constants: Any, got: Any) -> float:
-    """Of logsumexp; infinite where an id, a value or a rank differs. Ids of values of -inf are of no account."""
+    """Error of logsumexp; infinite where an id, a value or a rank differs. Ids of values of -inf are of no account."""
     ids_RK, values_RK, rank_R, logsumexp_R = (np.asarray(array) for array in got)
     (own_R,) = constants
     order_RK = np.stack([_largest(row, k) for row in logits])

@@ -12,7 +12,7 @@ from pallas_kernels.checking.host import Normals
 from pallas_kernels.segment_attention import segment_attention
 
 TOLERANCE = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 8e-3}
-"""Of the largest difference, relative to the largest result: weights and results are rounded."""
+"""Bound of the largest difference, relative to the largest result: weights and results are rounded."""
 LENGTHS = {
     "ragged": (5, 1, 200, 64, 130, 3),
     "one segment": (448,),

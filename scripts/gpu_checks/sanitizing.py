@@ -95,6 +95,10 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
             found += [(f"experts {name}{' biases' * has_biases}", case) for case in cases]
     mixture = grouped_matmul.Shapes("bfloat16", 6, 3, 256, 96, is_packed=True)
     found += [("experts triton 4 bits", case) for case in grouped_matmul.cases(mixture, "triton", interpret=interpret)]
+    for stored in (grouped_matmul.Stored("int4", 64, has_zeros=True), grouped_matmul.Stored("e4m3", None)):
+        mixture = grouped_matmul.Shapes("bfloat16", 6, 3, 256, 128, has_biases=True, stored=(stored, stored))
+        cases = grouped_matmul.cases(mixture, "mosaic", interpret=interpret)
+        found += [(f"experts mosaic {stored.number}", case) for case in cases]
     delta = gated_delta.Shapes("bfloat16", 2, 2, 24, 40)
     found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
     adapted = lora.Shapes("bfloat16", 3, 8, 300, Parts(2, (3, 1, 1), 40))

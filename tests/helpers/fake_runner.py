@@ -149,7 +149,7 @@ class FakeRunner:
         self.memory = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.rows: dict[str, _Row] = {}
         self.written: dict[str, list[tuple[int, int, tuple[int, int]]]] = {}
-        """What each request wrote since its first admission: block, offset and value."""
+        """Writes of each request since its first admission: block, offset and value."""
         self.num_computed_tokens = 0
         self.slots: list[int] = []
         """Initial value of digests by adapter slot."""

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def run_ptx(text: str, given: dict[str, np.ndarray], results: Sequence[str], temporaries: Collection[str]) -> list[np.ndarray]:
-    """What the instructions make of the given registers, uint32: the results. They may use the registers of `temporaries`."""
+    """The results of the instructions on the given registers, uint32. They may use the registers of `temporaries`."""
     registers = dict(given)
     word = next(iter(given.values()))
 

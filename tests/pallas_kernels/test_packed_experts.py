@@ -19,6 +19,7 @@ from pallas_kernels.grouped_matmul import candidates, experts, packed_mosaic, pa
 from pallas_kernels.grouped_matmul.packed import PackedExperts, pack_experts, type_of
 from pallas_kernels.grouped_matmul.triton_choices import tile_of_each_expert
 from pallas_kernels.quantized_matmul import DECODERS, Packed
+from tests.helpers.lowering import a_gpu_to_lower_for
 from tests.helpers.slow import slow_except
 from tests.pallas_kernels.test_grouped_matmul import quick
 
@@ -150,13 +151,32 @@ def test_each_chosen_expert_has_a_tile_with_a_row_for_every_token(expert_Tk):
     np.testing.assert_array_equal(rows.x_SD, np.pad(x_TD, ((0, 5), (0, 0))))
 
 
+def shapes_of_a_model(number: str) -> tuple[PackedExperts, PackedExperts]:
+    """Gate and up, and down, of 8 experts 2880 wide, with scales and zeros in groups of 16."""
+    words = jax.ShapeDtypeStruct((8, 2, 45, 45, 128 * DECODERS[number].bits), jnp.int32)
+    scale = jax.ShapeDtypeStruct((8, 2, 180, 2880), jnp.bfloat16)
+    both = PackedExperts(Packed(words, scale, scale, None, number))
+    return both, jax.tree.map(lambda array: jax.ShapeDtypeStruct((8, *array.shape[2:]), array.dtype), both)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("number", "num_tokens"), slow_except([("int4", 8)], [*product(DECODERS, [8]), ("int4", 60), ("e4m3", 600)])
+)
+def test_kernels_lower_for_a_gpu(number, num_tokens):
+    """Where there is none: their code in registers, too."""
+    shapes = {"x_TD": (num_tokens, 2880), "expert_Tk": (num_tokens, 2), "weight_Tk": (num_tokens, 2)}
+    types = {"x_TD": jnp.bfloat16, "expert_Tk": jnp.int32, "weight_Tk": jnp.float32}
+    case: dict = {name: jax.ShapeDtypeStruct(shape, types[name]) for name, shape in shapes.items()}
+    case["gate_up_E2FD"], case["down_EDF"] = shapes_of_a_model(number)
+    with a_gpu_to_lower_for():
+        lowered = jax.jit(partial(experts, implementation="mosaic")).trace(**case).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 2, "a kernel for each product"
+
+
 def test_every_tile_fits_into_shared_memory_with_stages_to_spare():
-    for number, decoder in DECODERS.items():
-        words = jax.ShapeDtypeStruct((8, 2, 45, 45, 128 * decoder.bits), jnp.int32)
-        scale = jax.ShapeDtypeStruct((8, 2, 180, 2880), jnp.bfloat16)
-        both = PackedExperts(Packed(words, scale, scale, None, number))
-        one = jax.tree.map(lambda array: jax.ShapeDtypeStruct((8, *array.shape[2:]), array.dtype), both)
-        for weight in (both, one):
+    for number in DECODERS:
+        for weight in shapes_of_a_model(number):
             for tile_rows in (8, *packed_mosaic.TILE_ROWS):
                 picked = []
                 jax.eval_shape(

@@ -221,7 +221,7 @@ def of_blocks(weight: Packed, num_blocks: int) -> Packed:
     ],
 )
 def test_few_rows_get_the_sizes_that_were_the_fastest(num_outputs, num_inputs, num_rows, sizes):
-    """Of those tried for the products of Llama-3.1-8B."""
+    """The fastest of those tried for the products of Llama-3.1-8B."""
     weight = of_blocks(shape_of(Shapes("int4", 64, num_inputs, 128)), num_outputs // 64)
     assert few.pick_sizes(num_rows, weight, 132) == sizes
 

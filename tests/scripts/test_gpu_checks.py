@@ -517,7 +517,9 @@ def test_the_sanitizer_sees_every_kernel() -> None:
         }
     for kernel in (
         "experts mosaic: 1 token",
+        "experts mosaic int4: 1 token",
         "experts triton biases",
+        "quantize triton",
         "quantized mosaic: int4 200x640 g128 bfloat16 zeros, 150 rows",
         "rope triton",
         "sampling triton: argmax",
