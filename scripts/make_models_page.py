@@ -97,11 +97,12 @@ keep the model's type, also where the checkpoint was made for activations in 4 o
 embedding and what latents are multiplied with become the model's type while they are read, and with `--dequantize` all
 these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece.
 
-On Hopper GPUs with JAX 0.11 or later, a kernel multiplies weights of linear layers in int4, int8, fp8, NVFP4, MXFP4,
-MXFP8 and nf4 in engines in bfloat16, after the check at the start found it right in the model's shapes. It takes groups
-of a multiple of 16 inputs on each device, and no minimums (GGUF's types with K and _1); nf4's table is rounded to
-bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check fails, and
-of experts, fp4 and IQ4_NL always. `--attention-implementation xla` turns the kernel off, with all others.
+On Hopper GPUs with JAX 0.11 or later, kernels multiply weights of linear layers and experts in int4, int8, fp8, NVFP4,
+MXFP4, MXFP8 and nf4 in engines in bfloat16, after the check at the start found them right in the model's shapes. They
+take groups of a multiple of 16 inputs on each device, and no minimums (GGUF's types with K and _1); nf4's table is
+rounded to bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check
+fails, and of fp4 and IQ4_NL always. `--attention-implementation xla` turns these kernels off, with all others.
+gpt-oss's experts have kernels of their own.
 
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no
 quantization_config, its text_config's counts, or compression_config, or what stands in hf_quant_config.json (ModelOpt),
