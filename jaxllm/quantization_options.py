@@ -90,3 +90,7 @@ if TYPE_CHECKING:
 else:
     Quantization = Literal[tuple(ONLINE)]
     """A value of --quantization."""
+
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside config.json that say how weights are quantised where it does not, and the quant_method of those that name none: of
+ModelOpt, of AutoGPTQ and of AutoAWQ."""

@@ -23,9 +23,9 @@ from jaxllm.loaders.encoder import audio_weights, load_encoder, vision_weights
 from jaxllm.loaders.load import load_weights
 from jaxllm.loaders.orbax import ENCODER
 from jaxllm.model_config import DTYPES
-from jaxllm.models.load_config import QUANTIZATION_FILES, load_model_config, read_config_json
+from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
-from jaxllm.quantization_options import ONLINE
+from jaxllm.quantization_options import ONLINE, QUANTIZATION_FILES
 from scripts.saving import save_orbax, with_formats
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")

@@ -102,7 +102,7 @@ MXFP4, MXFP8 and nf4 in engines in bfloat16, after the check at the start found 
 take groups of a multiple of 16 inputs on each device, and no minimums (GGUF's Q4_K, Q5_K, Q4_1 and Q5_1); nf4's
 table is rounded to bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where
 the check fails, and of fp4 and IQ4_NL always. `--attention-implementation xla` turns these kernels off, with all
-others.
+others. gpt-oss's experts have kernels of their own.
 
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no
 quantization_config, its text_config's counts, or compression_config, or what stands in hf_quant_config.json (ModelOpt),

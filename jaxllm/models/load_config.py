@@ -13,13 +13,9 @@ from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
 from jaxllm.quantization.formats import read_formats
-from jaxllm.quantization_options import WIDENED
+from jaxllm.quantization_options import QUANTIZATION_FILES, WIDENED
 from jaxllm.served_model import GGUF_TYPE, read_token_ids
 from jaxllm.weight_format import Options
-
-QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files beside config.json that say how weights are quantised where it does not, and the quant_method of those that name none: of
-ModelOpt, of AutoGPTQ and of AutoAWQ."""
 
 
 def load_model_config(

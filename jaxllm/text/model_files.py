@@ -7,6 +7,7 @@ from jaxllm import files
 from jaxllm.errors import ModelLoadError
 from jaxllm.hub import resolve_model
 from jaxllm.pooling_config import FILES
+from jaxllm.quantization_options import QUANTIZATION_FILES
 
 PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -19,6 +20,7 @@ PATTERNS = (
         "video_preprocessor_config.json",
     ),
     *FILES,
+    *QUANTIZATION_FILES,
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.tiktoken"),
 )
 

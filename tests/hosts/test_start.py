@@ -28,6 +28,7 @@ from jaxllm.hosts.executor import message_of
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.leader import Leader
 from jaxllm.parallel import across_hosts
+from jaxllm.quantization_options import QUANTIZATION_FILES
 from jaxllm.ranks_plan import RanksPlan
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput
@@ -339,3 +340,13 @@ def test_paths_may_differ_between_hosts_and_nothing_else(tmp_path):
     assert identity.difference(["host 0", "host 1"], [here, there]) is None
     other = identity.identity(config(1, 2, max_num_seqs=3), tmp_path)
     assert identity.difference(["host 0", "host 1"], [here, other]) == "max_num_seqs is None on host 0 and 3 on host 1"
+
+
+@pytest.mark.parametrize("file", ["config.json", *QUANTIZATION_FILES])
+def test_hosts_have_one_description_of_the_model(tmp_path, file):
+    found = []
+    for host in range(2):
+        (tmp_path / str(host)).mkdir()
+        (tmp_path / str(host) / file).write_text(f'{{"bits": {4 * (host + 1)}}}')
+        found.append(identity.identity(config(0, 1), tmp_path / str(host)))
+    assert f"the model's {file} is " in identity.difference(["host 0", "host 1"], found)

@@ -12,8 +12,10 @@ from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.quantization.formats.awq import Awq
 from jaxllm.quantization.formats.compressed_tensors import CompressedTensors
 from jaxllm.quantization.formats.gptq import Gptq
+from jaxllm.quantization_options import QUANTIZATION_FILES
+from jaxllm.text.model_files import text_files
 from jaxllm.weight_format import Options
-from tests.helpers import packed_goldens
+from tests.helpers import packed_goldens, stand_in_hub
 from tests.helpers.packed_goldens import MODULE
 from tests.helpers.quantized import answer, assert_equal, assert_near, by_path, load, rounded, words, write
 from tests.helpers.slow import slow_except
@@ -257,3 +259,12 @@ def test_older_places_of_the_description_count_where_config_json_has_none(tmp_pa
     path.write_text(json.dumps(raw | {"quantization_config": described(group=16)}))
     (format,) = load_model_config(directory).formats
     assert format.scheme("model.layers.0.mlp.down_proj").group == 16, "config.json itself counts first"
+
+
+@pytest.mark.parametrize("file", QUANTIZATION_FILES)
+def test_the_description_comes_from_the_hub_before_the_weights(monkeypatch, tmp_path, file):
+    repository = write(tmp_path / "repository", None, packed())
+    (repository / file).write_text("{}")
+    hub = stand_in_hub.install(monkeypatch, repository, tmp_path / "cache")
+    assert (text_files("owner/name") / file).is_file()
+    assert not hub.fetched_weights
