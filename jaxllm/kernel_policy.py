@@ -6,7 +6,7 @@ choose their tiles and splits themselves (`pallas_kernels/`).
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MORE_THAN_ANY = sys.maxsize
 """As a threshold: more tokens or rows than any step has."""
@@ -113,6 +113,7 @@ ALIKE = KernelPolicy(
 """Chooses alike for steps of all sizes: of steps that are computed outside of an engine."""
 
 
-def platform_policy(*, on_gpu: bool) -> KernelPolicy:
-    """The policy of an engine on a GPU or a CPU."""
-    return GPU if on_gpu else CPU
+def platform_policy(*, on_gpu: bool, has_weight_only: bool = True) -> KernelPolicy:
+    """The policy of an engine on a GPU or a CPU. has_weight_only: False turns `max_weight_only_rows` off."""
+    policy = GPU if on_gpu else CPU
+    return policy if has_weight_only else replace(policy, max_weight_only_rows=0)

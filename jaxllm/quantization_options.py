@@ -47,7 +47,8 @@ FORMATS = (
         path="jaxllm.quantization.formats.fp8:Fp8",
         online={
             "fp8": "the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "
-            "activations likewise in each step (a scale per token), but on a GPU in no step of up to 16 tokens"
+            "activations likewise in each step (a scale per token), but not in steps of up to 16 tokens on GPUs whose kernels for "
+            "this were verified"
         },
         stored=("compressed-tensors",),
     ),

@@ -74,7 +74,7 @@ attention keep the model's type.
 | value | weights | activations | bits per byte of the demo model |
 |---|---|---|---|
 | – | as stored | | 1.1191 |
-| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token; on a GPU in steps of up to 16 tokens as they are | 1.1192 (+0.01 %) |
+| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token; in steps of up to 16 tokens as they are, on GPUs whose kernels for this were verified | 1.1192 (+0.01 %) |
 | `int8` | 8-bit integers, a scale per output channel; experts with a tensor each too | as they are | 1.1197 (+0.05 %) |
 | `int4` | 4-bit integers, a scale per group of inputs; experts with a tensor each too | as they are | 1.1267 (+0.7 %) |
 
@@ -98,11 +98,13 @@ embedding and what latents are multiplied with become the model's type while the
 these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece.
 
 On Hopper GPUs with JAX 0.11 or later, kernels multiply weights of linear layers and experts in int4, int8, fp8, NVFP4,
-MXFP4, MXFP8 and nf4 in engines in bfloat16, after the check at the start found them right in the model's shapes. They
-take groups of a multiple of 16 inputs on each device, and no minimums (GGUF's Q4_K, Q5_K, Q4_1 and Q5_1); nf4's
-table is rounded to bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where
-the check fails, and of fp4 and IQ4_NL always. `--attention-implementation xla` turns these kernels off, with all
-others. gpt-oss's experts have kernels of their own.
+MXFP4, MXFP8 and nf4 in engines in bfloat16: by default on kinds of GPU on which they were verified
+([H100](verified/NVIDIA_H100_80GB_HBM3.md), [H200](verified/NVIDIA_H200.md)), on others with
+`--attention-implementation mosaic`, after the check at the start found them right in the model's shapes. They take
+groups of a multiple of 16 inputs on each device, and no minimums (GGUF's Q4_K, Q5_K, Q4_1 and Q5_1); nf4's table is
+rounded to bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check
+fails, and of fp4 and IQ4_NL always. `--attention-implementation xla` turns these kernels off, with all others.
+gpt-oss's experts have kernels of their own.
 
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no
 quantization_config, its text_config's counts, or compression_config, or what stands in hf_quant_config.json (ModelOpt),

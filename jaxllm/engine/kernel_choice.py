@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxllm.errors import ConfigError
@@ -27,6 +28,7 @@ from pallas_kernels import (
     sampling,
     segment_attention,
 )
+from pallas_kernels.verified import is_verified
 
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
@@ -88,13 +90,21 @@ def attention_candidates(
 def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bool) -> bool:
     """Whether weights in 4 and 8 bits are laid out for kernels: those of this GPU take the model's type, or a CPU was asked for kernels.
 
-    `wanted` is the option attention_implementation. is_checked: kernels that were not verified on this kind of GPU are checked; else
-    they are not used."""
+    `wanted` is the option attention_implementation. Kernels that were not verified on this kind of GPU are used only where it names
+    kernels and is_checked says that they are checked."""
     if wanted in PLAIN or not on_gpu:
         return wanted not in ("auto", *PLAIN)
-    if not is_checked:
+    if wanted == "auto" or not is_checked:
         return quantized_matmul.choose(platform="gpu", dtype=model.dtype) not in PLAIN
     return quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] not in PLAIN
+
+
+def may_quantize_by_kernels(wanted: str, *, on_gpu: bool) -> bool:
+    """Whether fp8 products may be computed in the new way: on this kind of GPU its kernels were verified, or `wanted`, the option
+    attention_implementation, names kernels."""
+    if wanted != "auto":
+        return wanted not in PLAIN
+    return on_gpu and is_verified(jax.local_devices()[0].device_kind, "quantize")
 
 
 def candidates(
@@ -121,7 +131,8 @@ def candidates(
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     encoder = model.vision or model.audio
     if tensor_size(mesh) == 1 and (widths := quantized_widths(model)):
-        found["quantize"] = ("xla",) if is_plain else _quantize_candidates(model, widths, on_gpu=on_gpu)
+        is_left_out = is_plain or not may_quantize_by_kernels(wanted, on_gpu=on_gpu)
+        found["quantize"] = ("xla",) if is_left_out else _quantize_candidates(model, widths, on_gpu=on_gpu)
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
         others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))

@@ -21,7 +21,7 @@ from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.failures import explain, is_out_of_memory
 from jaxllm.engine.features import NO_FEATURES, Features
 from jaxllm.engine.fingerprint import fingerprint
-from jaxllm.engine.kernel_choice import attention_implementation, wants_tiles
+from jaxllm.engine.kernel_choice import attention_implementation, may_quantize_by_kernels, wants_tiles
 from jaxllm.engine.kernel_shapes import tiled_weights
 from jaxllm.engine.parallel_backends import check_backend, make_runner, make_stages
 from jaxllm.engine.step_sizes import with_prefill_limit
@@ -116,7 +116,9 @@ class Prepared:
         check_free_memory(topology)
         with times.part("device"):
             on_cpu = backend() == "cpu"
-        policy = policy or platform_policy(on_gpu=not on_cpu)
+        if policy is None:
+            may_quantize = may_quantize_by_kernels(config.compile.attention_implementation, on_gpu=not on_cpu)
+            policy = platform_policy(on_gpu=not on_cpu, has_weight_only=may_quantize)
         if not on_cpu:
             spare_lookups()
         if config.compile.compilation_cache and not on_cpu:

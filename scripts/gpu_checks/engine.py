@@ -135,8 +135,10 @@ def check(
             model = Model(model.name, shapes.tiny(model.shapes), 1, model.options)
             if jax.default_backend() == "cpu":
                 options = {"attention_implementation": "triton", **options}  # interpreted
+        # Names kernels where unverified ones shall run too.
+        named = {"attention_implementation": "mosaic"} if model.options and jax.default_backend() != "cpu" else {}
         try:
-            yield from check_model(model, TINY if tiny else FULL, **options)
+            yield from check_model(model, TINY if tiny else FULL, **{**named, **options})
         except Exception as problem:
             yield Outcome(f"engine, {model.title}", False, first_line(problem, limit=1000))
 
@@ -271,7 +273,7 @@ def _checksum(x: jax.Array, dtype: Any) -> jax.Array:
 def _activations_as_they_are() -> Iterator[None]:
     """Engines that are made meanwhile quantise no activations, in steps of any size: small steps of the checked engine do not either."""
 
-    def policy(*, on_gpu: bool) -> KernelPolicy:
+    def policy(*, on_gpu: bool, **_: bool) -> KernelPolicy:
         return replace(platform_policy(on_gpu=on_gpu), max_weight_only_rows=MORE_THAN_ANY)
 
     with mock.patch.object(prepare, "platform_policy", policy):

@@ -167,6 +167,8 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
 def _check_model(name: str, shapes: shapes_of.Shapes, *, tiny: bool) -> Iterator[Outcome]:
     steps = Steps(prompts=(20, 7, 1, 17), num_decodes=2) if tiny else Steps()
     kernels = {} if jax.default_backend() != "cpu" else {"attention_implementation": "triton"}
+    if "quantization_config" in shapes and not kernels:
+        kernels = {"attention_implementation": "mosaic"}  # names kernels, so that unverified ones run too
     engines: tuple[dict[str, Any], ...] = (
         {"dtype": "float32", "attention_implementation": "xla"},
         {"dtype": "bfloat16", "attention_implementation": "xla"},

@@ -22,6 +22,7 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError, KernelCheckError
+from jaxllm.kernel_policy import platform_policy
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.model_parts import MLP, Audio, Vision
 from jaxllm.parallel.mesh import make_mesh
@@ -617,3 +618,14 @@ def test_devices_exchange_through_memory_where_kernels_take_the_model_and_reach_
     monkeypatch.setattr(kernel_choice.collectives, "supports", lambda implementation, op, **case: takes)
     monkeypatch.setattr(kernel_choice.collectives, "peers_can_access", lambda devices: reach)
     assert kernel_choice._collectives(model[1], make_mesh(size), on_gpu=True) == expected
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_fp8_products_are_computed_in_the_new_way_where_that_was_verified_or_is_named(monkeypatch, is_verified):
+    monkeypatch.setattr(kernel_choice, "is_verified", lambda _, op: is_verified and op == "quantize")
+    assert kernel_choice.may_quantize_by_kernels("auto", on_gpu=True) is is_verified
+    assert not kernel_choice.may_quantize_by_kernels("auto", on_gpu=False)
+    assert kernel_choice.may_quantize_by_kernels("mosaic", on_gpu=True)
+    assert not kernel_choice.may_quantize_by_kernels("xla", on_gpu=True)
+    assert platform_policy(on_gpu=True).max_weight_only_rows > 0
+    assert platform_policy(on_gpu=True, has_weight_only=False).max_weight_only_rows == 0

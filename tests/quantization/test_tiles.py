@@ -206,10 +206,10 @@ def test_tiles_are_for_kernels(directory, monkeypatch):
 
     assert not wants("auto", on_gpu=False) and not wants("xla", on_gpu=False) and wants("triton", "float32", on_gpu=False)
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: True)
-    assert wants("auto") and wants("triton") and not wants("xla") and not wants("auto", "float16")
+    assert wants("triton") and not wants("xla") and not wants("triton", "float16")
     for verified in (False, True):
         monkeypatch.setattr("pallas_kernels.quantized_matmul.is_verified", lambda *_, verified=verified: verified)
-        assert wants("auto", is_checked=False) is verified
+        assert wants("auto") is wants("triton", is_checked=False) is verified
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: False)
     assert not wants("auto")
 
