@@ -21,7 +21,7 @@ MAX_NAME = 256
 _MAX_NUMBER = 2**63 - 1
 _NAME = re.compile(r"[!-~]+")
 _LIMITS = ("max_load_tokens", "max_offload_tokens")
-"""Those are options of any request."""
+"""Keys that any request may have."""
 _WAY_OUT = f"pass on the {PARAM} of the prefill engine's answer as they are, or leave {PARAM} out"
 
 

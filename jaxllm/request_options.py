@@ -37,7 +37,7 @@ class RequestOptions:
     max_load_tokens: int | None = None
     """Most tokens that tiers behind the devices' cache load of it; None: as many as they have."""
     max_offload_tokens: int | None = None
-    """Of its first so many tokens, tiers store the blocks that it computes; None: of all."""
+    """Number of first tokens whose blocks tiers store when the request computes them; None: all."""
 
     def check(self) -> None:
         """Raise InvalidRequestError for a value that no engine takes."""

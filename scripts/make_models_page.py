@@ -74,7 +74,7 @@ attention keep the model's type.
 | value | weights | activations | bits per byte of the demo model |
 |---|---|---|---|
 | – | as stored | | 1.1191 |
-| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token; in steps of up to 16 tokens as they are, on GPUs whose kernels for this were verified | 1.1192 (+0.01 %) |
+| `fp8` | e4m3, a scale per output channel | e4m3, a scale per token; in small steps on verified GPUs as they are | 1.1192 (+0.01 %) |
 | `int8` | 8-bit integers, a scale per output channel; experts with a tensor each too | as they are | 1.1197 (+0.05 %) |
 | `int4` | 4-bit integers, a scale per group of inputs; experts with a tensor each too | as they are | 1.1267 (+0.7 %) |
 

@@ -43,7 +43,7 @@ class TiledWeights:
 
     linears: tuple[quantized_matmul.Shapes, ...] = ()
     experts: tuple[tuple[MoE, tuple[grouped_matmul.Stored, grouped_matmul.Stored] | None], ...] = ()
-    """Of each mixture, how its gate and up, and its down, are packed; None: they are not in tiles."""
+    """Packing of gate and up, and of down, by mixture; None: they are not in tiles."""
 
     @property
     def expert_types(self) -> tuple[str | None, ...]:
@@ -189,7 +189,7 @@ def shapes_of_tiles(models: Iterable[nnx.Module], dtype: str) -> tuple[quantized
 
 
 def tiled_weights(models: Sequence[nnx.Module], dtype: str) -> TiledWeights:
-    """Those of models that compute in this type."""
+    """The weights in tiles of models that compute in this type."""
     mixtures = [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, MixtureOfExperts)]
     experts = dict.fromkeys((mixture.part, _experts_in_tiles(mixture)) for mixture in mixtures)
     has_tiles = any(stored is not None for _, stored in experts)

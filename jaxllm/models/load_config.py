@@ -128,7 +128,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 
 
 def _quantization(raw: dict[str, Any], directory: Path) -> Any:
-    """What says how weights are quantised; None: nothing. Takes what is not quantization_config itself out of `raw`."""
+    """The description of quantised weights; None: there is none. Takes it out of `raw` where another key holds it."""
     text = raw.get("text_config")
     found = [raw.get("quantization_config"), raw.pop("compression_config", None)]
     if isinstance(text, dict) and "quantization_config" in text:

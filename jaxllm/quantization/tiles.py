@@ -49,7 +49,7 @@ def parts_of_device(
 def lay_out(
     arrays: Arrays, stored: Mapping[str, ParamSpec], parts: Mapping[str, ParamSpec], number: str, num_lead: int, mesh: Mesh
 ) -> dict[str, Array]:
-    """The parts in tiles of the stored ones, each device's of its own. num_lead: dimensions of experts."""
+    """Lay stored parts out in tiles, on each device those that it holds. num_lead: dimensions of experts."""
     names = tuple(stored)
     places = tuple(sharding(mesh, spec.axes) for spec in parts.values())
     made = convert(
@@ -83,7 +83,7 @@ def _in_tiles(
             return of_weight(given)
         lead = given["scale"].shape[:num_lead]
         flat = {name: array.reshape(-1, *array.shape[num_lead:]) for name, array in given.items()}
-        # One at a time: of all at once, what packing needs beside the result takes several times as much.
+        # One at a time: packing all at once takes several times as much memory in addition to the result.
         return tuple(array.reshape(*lead, *array.shape[1:]) for array in lax.map(of_weight, flat))
 
     def of_weight(given: Arrays) -> tuple[Array, ...]:

@@ -39,7 +39,7 @@ class Kernels:
     lora: str = "xla"
     """The terms that adapters add to products."""
     quantize: str = ""
-    """What products with fp8 weights multiply, with what is computed before; empty: these products are computed in plain JAX."""
+    """Quantisation of vectors for products with fp8 weights, fused with what is computed before; empty: plain JAX."""
     segment_attention: str = ""
     """Between the patches of images, or the positions of audio."""
     quantized_matmul: str = "xla"

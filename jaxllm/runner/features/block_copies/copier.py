@@ -111,7 +111,7 @@ class BlockCopier(OpRunner):
                 self._staging[op.staging] = staging
                 self._submit(0, op, partial(self._to_host, op, staging, sums))
             case StageBlocks():
-                # Begun here, so that the devices have the next copy before the thread is told that one is over.
+                # Begun here, so that a copy is queued before the thread sees the end of the one before it.
                 try:
                     wait = self._to_device(op)
                 except Exception as error:

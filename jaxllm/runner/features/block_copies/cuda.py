@@ -116,7 +116,7 @@ class CudaTransfer:
 
 
 class _Span:
-    """What a stream does between two moments, for one copy."""
+    """Two events of a stream, at the beginning and the end of a copy."""
 
     def __init__(self, runtime: "_Runtime", ordinal: int, stream: ctypes.c_void_p):
         """ordinal: of the thread's device, which has the stream."""
