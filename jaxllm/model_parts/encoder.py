@@ -1,0 +1,54 @@
+"""What encoders have beside their layers, and the heads that score the classes of prompts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxllm.model_parts.mlp import Activation
+from jaxllm.model_parts.norm import Norm
+
+ClassActivation = Literal["softmax", "sigmoid", "identity"]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder's own parts. Each token sees all others of its prompt, or with a window those at most so far away on both sides."""
+
+    embedding_norm: Norm
+    """Norm of the embeddings; what comes out enters the first layer and is added to what that computes."""
+    token_types: str | None = None
+    """Name of learned embeddings of types, added to those of the tokens: type 0 in a first text, 1 in a second one."""
+    num_token_types: int = 0
+
+
+@dataclass(frozen=True)
+class ClassifierHidden:
+    """The layer of a classifier before the last: norm(activation(dense(x)))."""
+
+    dense: str
+    activation: Activation | Literal["tanh"]
+    bias: bool = True
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Scores the classes of a prompt by its pooled vector."""
+
+    labels: tuple[str, ...]
+    """Name of each class."""
+    out: str
+    """Name of the last layer, which gives a score for each class."""
+    activation: ClassActivation
+    """What turns scores into probabilities."""
+    bias: bool = True
+    hidden: ClassifierHidden | None = None
+    takes_pairs: bool = False
+    """Whether the tokenizer puts its special tokens between two texts; if not, they are one text."""
+    token_ids: tuple[int, int] | None = None
+    """The score of the only class is the logit of the second token minus that of the first. `out` is then the head, or with a tied one
+    the embedding; None: it has a row for each class."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the last layer's weight."""
+        return len(self.labels) if self.token_ids is None else 2
