@@ -67,6 +67,7 @@ def _encoder(c: ConfigReader, prefix: str, *, offset: int, classifier: Classifie
         positions=Positions(f"{embeddings}.position_embeddings", count, offset=offset),
         norm=c.layer_norm(f"{prefix}.encoder.layer.{c.num_layers - 1}.output.LayerNorm"),
         encoder=Encoder(c.layer_norm(f"{embeddings}.LayerNorm"), of_types, num_types),
+        has_token_types=num_types > 1,
         classifier=classifier,
         pooling=PoolingConfig("cls"),
         tie_word_embeddings=False,
