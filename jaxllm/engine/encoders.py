@@ -8,6 +8,9 @@ from jaxllm.model_config import ModelConfig
 GPU_STEP_TOKENS = 8192
 """Tokens of a step on a GPU: encoders are small, and nothing waits for the end of a step but its own prompts."""
 
+BLOCK_SIZE = 128
+"""The largest: blocks have no bytes, and there are fewer to count."""
+
 
 def check_options(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for options of what an encoder does not have."""
@@ -31,7 +34,7 @@ def check_options(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def with_whole_prompts(config: EngineConfig, model: ModelConfig, *, asked: EngineConfig, on_gpu: bool) -> EngineConfig:
-    """The config with steps that hold the longest prompt, and a block for each request. asked: before platform defaults."""
+    """The config with steps that hold the longest prompt. asked: before platform defaults."""
     wanted_len, num_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
     longest = model.max_position if wanted_len in (None, AUTO_MODEL_LEN) else wanted_len
     assert longest is not None and num_tokens is not None
@@ -52,5 +55,5 @@ def with_whole_prompts(config: EngineConfig, model: ModelConfig, *, asked: Engin
         max_num_prefill_tokens=num_tokens,
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
-        block_size=longest,
+        block_size=BLOCK_SIZE,
     )
