@@ -7,7 +7,6 @@ from typing import Any
 from jaxllm.batches import one_each, prompt_list
 from jaxllm.errors import InvalidRequestError
 from jaxllm.lora_request import LoRARequest
-from jaxllm.llm_engine import LLMEngine
 from jaxllm.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -24,9 +23,9 @@ from jaxllm.text.pairs import PairCut
 
 
 class PoolingCalls:
-    """Needs `_requests_or_later` and `_finish`, which check prompts and run their requests."""
+    """Needs `_requests_or_later` and `_finish`, which check prompts and run their requests, and the engine's input processor."""
 
-    llm_engine: LLMEngine
+    llm_engine: Any
     _requests_or_later: Callable[..., list[Any]]
     _finish: Callable[..., list[Any]]
 
@@ -110,7 +109,9 @@ class PoolingCalls:
             prompts = self.llm_engine.input_processor.pair_prompts([(first[i], second[j]) for i, j in wanted], cut)
             classified = self.classify(prompts, pooling_params=pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
             return [
-                ScoringRequestOutput(each.request_id, each.prompt_token_ids, ScoringOutput(each.outputs.probs[0]), each.num_cached_tokens)
+                ScoringRequestOutput(
+                    each.request_id, each.prompt_token_ids, ScoringOutput(each.outputs.probs[0]), each.num_cached_tokens
+                )
                 for each in classified
             ]
         found = self.encode(

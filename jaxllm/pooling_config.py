@@ -178,8 +178,7 @@ def _overridden(config: PoolingConfig, overrides: Mapping[str, Any], types: Sequ
         if not isinstance(wanted, str) or wanted.lower() not in types:
             reason = _TYPES_ELSEWHERE.get(str(wanted).lower())
             raise ConfigError(
-                f"pooler_config: pooling_type is {wanted!r}, must be {' or '.join(types)}"
-                + (f": {reason}" if reason else "")
+                f"pooler_config: pooling_type is {wanted!r}, must be {' or '.join(types)}" + (f": {reason}" if reason else "")
             )
         config = replace(config, pooling_type=wanted.lower())  # type: ignore[arg-type]
     normalize = overrides.get("use_activation", overrides.get("normalize"))

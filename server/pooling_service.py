@@ -92,7 +92,9 @@ class PoolingService:
         limit = self._limits.max_prompts_per_request
         if len(pairs) > limit:
             param = pairs[0].param_names[1]
-            raise bad_request(f"{param} makes {len(pairs)} pairs, at most {limit} are possible (--max-prompts-per-request)", param)
+            raise bad_request(
+                f"{param} makes {len(pairs)} pairs, at most {limit} are possible (--max-prompts-per-request)", param
+            )
         prompts = await self._work.run(self._encode_pairs(pairs, cut))
         return [Input(prompt, pair.param_names[1], params) for prompt, pair in zip(prompts, pairs, strict=True)]
 

@@ -50,8 +50,10 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
     if missing is not None:
         raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
     for attention in model.encoder_attentions:
-        case = {"platform": "gpu", "dtype": model.dtype, "head_dim": attention.head_dim, "interpret": not on_gpu}
-        if wanted not in segment_attention.candidates(**case) and wanted not in PLAIN:
+        known = segment_attention.candidates(
+            platform="gpu", dtype=model.dtype, head_dim=attention.head_dim, interpret=not on_gpu
+        )
+        if wanted not in (*known, *PLAIN):
             raise ConfigError(
                 f"attention_implementation is {wanted!r}, which does not take heads of width {attention.head_dim} in {model.dtype} in an "
                 "encoder; use auto"

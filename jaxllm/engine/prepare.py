@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
-from jaxllm.engine import features as registered
 from jaxllm.engine import encoders
+from jaxllm.engine import features as registered
 from jaxllm.engine.early_programs import EarlyPrograms
 from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.failures import explain, is_out_of_memory

@@ -1,5 +1,7 @@
 """Heads that score the classes of prompts."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +14,7 @@ from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Classifier, ClassifierHidden
 
-_ACTIVATIONS = {**ACTIVATIONS, "tanh": jnp.tanh}
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"tanh": jnp.tanh, **dict(ACTIVATIONS)}  # type: ignore[dict-item]
 
 
 class ClassifierHead(nnx.Module):

@@ -49,7 +49,7 @@ class Encoder(CausalLM):
 
     def _enter_first(self, part_TD: Array, step: Step) -> Run:
         """The sum of embeddings as the first layer takes it."""
-        _, x_TD = step.add_and_norm(part_TD, None, self.embedding_norm)
+        _, x_TD = step.shards.add_and_norm(part_TD, None, self.embedding_norm)
         return x_TD, self._norm_before(0)(x_TD)
 
 

@@ -57,7 +57,7 @@ def _encoder(c: ConfigReader, prefix: str, *, offset: int, classifier: Classifie
     layer = Layer(attention, mlp, c.layer_norm("output.LayerNorm"), c.layer_norm("attention.output.LayerNorm"))
     embeddings, num_types = f"{prefix}.embeddings", c.count("type_vocab_size")
     of_types = f"{embeddings}.token_type_embeddings" if num_types else None
-    ignored = (f"{embeddings}.position_ids", f"{embeddings}.token_type_ids", "cls.", "lm_head.")
+    ignored: tuple[str, ...] = (f"{embeddings}.position_ids", f"{embeddings}.token_type_ids", "cls.", "lm_head.")
     if prefix != "bert" or classifier is None:
         ignored += (f"{prefix}.pooler.",)  # trained to tell which texts follow each other
     return c.decoder(

@@ -91,7 +91,9 @@ def _token_ids(names: Any, directory: Path, faults: list[str]) -> tuple[int, int
         return 0, 0
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise ModelLoadError(f"classifier_from_token is {json.dumps(names)}, but {directory} has no tokenizer.json that knows their ids")
+        raise ModelLoadError(
+            f"classifier_from_token is {json.dumps(names)}, but {directory} has no tokenizer.json that knows their ids"
+        )
     model = (read_json(file, error=ModelLoadError) or {}).get("model") or {}
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict) or not all(type(vocabulary.get(name)) is int for name in names):

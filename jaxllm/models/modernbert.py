@@ -18,9 +18,7 @@ def read(c: ConfigReader) -> ModelConfig:
     head_dim = max(1, width // heads)
     everywhere, _ = c.rope_of("full_attention", {"rope_theta": c.number("global_rope_theta", 160_000.0)})
     nearby, _ = c.rope_of("sliding_attention", {"rope_theta": c.number("local_rope_theta", 10_000.0)})
-    attention = Attention(
-        heads, heads, head_dim, everywhere, bias=bias, out_bias=bias, name="attn", qkv=("Wqkv",), out="Wo"
-    )
+    attention = Attention(heads, heads, head_dim, everywhere, bias=bias, out_bias=bias, name="attn", qkv=("Wqkv",), out="Wo")
     activation = c.activation("hidden_activation", "gelu")
     mlp = MLP(c.integer("intermediate_size"), activation, bias=c.boolean("mlp_bias"), gate_up=("Wi",), down="Wo")
     layer = Layer(attention, mlp, _norm(c, "attn_norm"), _norm(c, "mlp_norm"))
@@ -32,7 +30,9 @@ def read(c: ConfigReader) -> ModelConfig:
     return c.decoder(
         layers,
         c.integer("max_position_embeddings"),
-        names=Names("model.embeddings.tok_embeddings", "model.layers.{}", ignored=("decoder.", "head.") if not is_classifier(c) else ()),
+        names=Names(
+            "model.embeddings.tok_embeddings", "model.layers.{}", ignored=("decoder.", "head.") if not is_classifier(c) else ()
+        ),
         norm=_norm(c, "model.final_norm"),
         encoder=Encoder(_norm(c, "model.embeddings.norm")),
         classifier=_classifier(c) if is_classifier(c) else None,

@@ -63,7 +63,10 @@ class PagedContext:
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
         if self.segment_T is not None:
-            kernel: dict[str, Any] = {"implementation": self.kernels.segment_attention or "xla", "interpret": self.kernels.interpret}
+            kernel: dict[str, Any] = {
+                "implementation": self.kernels.segment_attention or "xla",
+                "interpret": self.kernels.interpret,
+            }
             return attend_in_prompts(projection, self.segment_T, scale=scale, window=window, **kernel)
         place, table = self._find(layer)
         k_pages, v_pages = (self.caches[index] for index in place.arrays)

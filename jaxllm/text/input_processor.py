@@ -410,14 +410,18 @@ class InputProcessor:
         return replace(
             params,
             task=task,
-            use_activation=(task == "classify" or pooling.normalize) if params.use_activation is None else params.use_activation,
+            use_activation=(task == "classify" or pooling.normalize)
+            if params.use_activation is None
+            else params.use_activation,
             # The hidden states of cached tokens are not kept.
             skip_reading_prefix_cache=needs_all_tokens or bool(params.skip_reading_prefix_cache),
         )
 
     def _check_types(self, *, is_cut: bool) -> None:
         if not self._takes_pairs:
-            raise InvalidRequestError(f"token_type_ids has a 1, but {self._model} has one type of tokens; leave it out", "prompt")
+            raise InvalidRequestError(
+                f"token_type_ids has a 1, but {self._model} has one type of tokens; leave it out", "prompt"
+            )
         if is_cut:
             raise InvalidRequestError("prompts with token_type_ids are not cut; cut both yourself", "truncate_prompt_tokens")
 
@@ -425,27 +429,39 @@ class InputProcessor:
         """Raise InvalidRequestError for what the model's head does not compute."""
         if task == "classify" and self.classifier is None:
             raise InvalidRequestError(
-                f"{self._model} has no classification head (…ForSequenceClassification): ask for embeddings, or serve a classifier", "task"
+                f"{self._model} has no classification head (…ForSequenceClassification): ask for embeddings, or serve a classifier",
+                "task",
             )
         if task != "classify" and self.classifier is not None:
             raise InvalidRequestError(
-                f"{self._model} is a classifier and makes no embeddings; ask for classes or scores (/classify, /score, LLM.classify)", "task"
+                f"{self._model} is a classifier and makes no embeddings; ask for classes or scores (/classify, /score, LLM.classify)",
+                "task",
             )
         if task == "classify" and width is not None:
-            raise InvalidRequestError(f"dimensions is {width}, but there is a number for each class; leave it out", "dimensions")
+            raise InvalidRequestError(
+                f"dimensions is {width}, but there is a number for each class; leave it out", "dimensions"
+            )
 
     def pair_prompts(self, pairs: Sequence[tuple[Any, Any]], cut: PairCut = UNCUT) -> list[TokensPrompt]:
         """Prompts of pairs of texts for a model with one class, which is their score. Raises InvalidRequestError."""
         assert self.classifier is not None
         if (count := len(self.classifier.labels)) != 1:
-            raise InvalidRequestError(f"{self._model} has {count} classes, but the score of two texts needs a model with 1; ask for classes")
+            raise InvalidRequestError(
+                f"{self._model} has {count} classes, but the score of two texts needs a model with 1; ask for classes"
+            )
         if self.tokenizer is None:
             raise InvalidRequestError("pairs of texts need a tokenizer; start without --skip-tokenizer-init", "prompt")
         if not all(isinstance(text, str) and text for pair in pairs for text in pair):
             raise InvalidRequestError("texts that are scored must be strings, not empty: the model joins each pair", "prompt")
-        encoded = encode_pairs(self.tokenizer, pairs, cut, joins_texts=not self.classifier.takes_pairs, longest=self.max_model_len)
+        encoded = encode_pairs(
+            self.tokenizer, pairs, cut, joins_texts=not self.classifier.takes_pairs, longest=self.max_model_len
+        )
         return [
-            {"prompt": f"{first}{second}", "prompt_token_ids": each.ids, **({"token_type_ids": each.type_ids} if 1 in each.type_ids else {})}
+            {
+                "prompt": f"{first}{second}",
+                "prompt_token_ids": each.ids,
+                **({"token_type_ids": each.type_ids} if 1 in each.type_ids else {}),
+            }
             for (first, second), each in zip(pairs, encoded, strict=True)
         ]
 

@@ -31,13 +31,16 @@ def encode_pairs(
     whole = longest if cut.whole == -1 else cut.whole
     if whole is not None and whole > longest:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens is {whole}, the model takes {longest}; lower it or raise --max-model-len", "truncate_prompt_tokens"
+            f"truncate_prompt_tokens is {whole}, the model takes {longest}; lower it or raise --max-model-len",
+            "truncate_prompt_tokens",
         )
     if not joins_texts:
         return [_cut(each, cut._replace(whole=whole)) for each in tokenizer.encode_pairs(pairs)]
     texts = [_shortened(tokenizer, a, cut.first, cut.side) + _shortened(tokenizer, b, cut.second, cut.side) for a, b in pairs]
     all_ids = tokenizer.encode_batch(texts)
-    cut_ids = [ids if whole is None else ids[max(0, len(ids) - whole) :] if cut.side == "left" else ids[:whole] for ids in all_ids]
+    cut_ids = [
+        ids if whole is None else ids[max(0, len(ids) - whole) :] if cut.side == "left" else ids[:whole] for ids in all_ids
+    ]
     return [PairIds(ids, [0] * len(ids), [0] * len(ids)) for ids in cut_ids]
 
 
@@ -48,7 +51,9 @@ def second_start(prompt: Any, num_tokens: int) -> int | None:
         return None
     if not isinstance(types, Sequence) or len(types) != num_tokens:
         number = len(types) if isinstance(types, Sequence) else "no"
-        raise InvalidRequestError(f"token_type_ids has {number} types, prompt_token_ids {num_tokens} tokens; give one for each", "prompt")
+        raise InvalidRequestError(
+            f"token_type_ids has {number} types, prompt_token_ids {num_tokens} tokens; give one for each", "prompt"
+        )
     start = next((place for place, kind in enumerate(types) if kind != 0), num_tokens)
     if any(kind != 1 for kind in types[start:]):
         raise InvalidRequestError("token_type_ids must be 0 for a first text, then 1 for a second one", "prompt")
@@ -71,7 +76,7 @@ def _cut(pair: PairIds, cut: PairCut) -> PairIds:
         places = [place for place, of in enumerate(pair.text_of) if of == text]
         kept.update(places[len(places) - count :] if cut.side == "left" else places[:count])
     places = [place for place, of in enumerate(pair.text_of) if of is None or place in kept]
-    return PairIds(*([values[place] for place in places] for values in pair))
+    return PairIds([pair.ids[p] for p in places], [pair.type_ids[p] for p in places], [pair.text_of[p] for p in places])
 
 
 def _shortened(tokenizer: Tokenizer, text: str, most: int | None, side: str) -> str:

@@ -283,7 +283,9 @@ class SlowTokenizer(Tokenizer):
         return [self.encode(text, add_special_tokens) for text in texts]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PairIds]:
-        raise InvalidRequestError(f"pairs of texts need a tokenizer.json, which {self.name_or_path} has not; send token ids", "prompt")
+        raise InvalidRequestError(
+            f"pairs of texts need a tokenizer.json, which {self.name_or_path} has not; send token ids", "prompt"
+        )
 
     def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
         return self._slow.encode(text, add_special_tokens=False, split_special_tokens=True)

@@ -69,7 +69,9 @@ async def create_classes(request: Request) -> Response:
     body = await read_body(request, ClassifyRequest)
     params = _prompt_params(body, "classify")
     request_id = f"classify-{request_id_of(request, body.request_id)}"
-    context, model, outputs = await _pool(request, body, [Input(prompt, "input", params) for prompt in _inputs(body)], request_id)
+    context, model, outputs = await _pool(
+        request, body, [Input(prompt, "input", params) for prompt in _inputs(body)], request_id
+    )
     classifier = context.engine.model_config.classifier
     assert classifier is not None, "the request was refused"
     data = []
@@ -223,13 +225,15 @@ async def _scores(
     if engine.model_config.classifier is not None:
         params = PoolingParams(task="classify", use_activation=body.use_activation)
         together = [Pair((first[i], second[j]), names) for i, j in wanted]
-        cut = PairCut(length, *limits, side)
+        cut = PairCut(length, limits[0], limits[1], side)
         inputs = await _service(context_of(request)).pair_inputs(together, cut, params)
         context, model, outputs = await _pool(request, body, inputs, request_id)
         scores = [float(output.outputs.data[0]) for output in outputs]
     else:
         if body.use_activation is not None:
-            raise bad_request("use_activation is for models that score pairs; here a score is the cosine of two vectors: leave it out")
+            raise bad_request(
+                "use_activation is for models that score pairs; here a score is the cosine of two vectors: leave it out"
+            )
         kept = [length if most is None else most if length in (None, -1) else min(most, length) for most in limits]
         of_first, of_second = (PoolingParams(task="embed", truncate_prompt_tokens=most, truncation_side=side) for most in kept)
         inputs = [Input(text, names[0], of_first) for text in first] + [Input(text, names[1], of_second) for text in second]

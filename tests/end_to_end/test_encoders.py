@@ -1,4 +1,4 @@
-"""Encoders and classifiers in whole engines against what transformers computed (tests/goldens/*/encoder.json), prompts packed into steps."""
+"""Encoders and classifiers in whole engines against what transformers computed (tests/goldens/*/encoder.json)."""
 
 import json
 from dataclasses import replace
@@ -54,7 +54,9 @@ def test_packed_prompts_equal_transformers(name, task):
         answer = engines.run(core, [request_of("probabilities", results[0], task=task, use_activation=True)])["probabilities"]
         np.testing.assert_allclose(answer.pooled, np.exp(logits) / np.exp(logits).sum(), atol=1e-5)
         first_text = {**results[2], "second_text_start": None}
-        assert not np.allclose(engines.run(core, [request_of("one", first_text, task=task)])["one"].pooled, results[2]["found"], atol=1e-2)
+        assert not np.allclose(
+            engines.run(core, [request_of("one", first_text, task=task)])["one"].pooled, results[2]["found"], atol=1e-2
+        )
     assert core.memory_plan.cache_bytes == 0
     core.shutdown()
 
