@@ -1,7 +1,5 @@
 """Heads that score the classes of prompts."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,8 +11,6 @@ from jaxllm.layers.norm import make_norm
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Classifier, ClassifierHidden
-
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"tanh": jnp.tanh, **dict(ACTIVATIONS)}  # type: ignore[dict-item]
 
 
 class ClassifierHead(nnx.Module):
@@ -53,7 +49,7 @@ class HiddenLayer(nnx.Module):
         shape = (config.hidden_size, config.hidden_size)
         modules = [Module(part.dense, (config.hidden_size,))]
         self.dense = Linear("rd,de->re", shape, ("embed", "embed"), config.dtype, modules=modules, bias=part.bias)
-        self.activation = _ACTIVATIONS[part.activation]
+        self.activation = jnp.tanh if part.activation == "tanh" else ACTIVATIONS[part.activation]
         self.norm = make_norm(part.norm, config.hidden_size, config.dtype)
 
     def __call__(self, x_RD: Array) -> Array:

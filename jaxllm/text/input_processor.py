@@ -117,7 +117,7 @@ class InputProcessor:
         self._pooling = model_config.pooling
         self._width = model_config.hidden_size
         self.classifier = model_config.classifier
-        self._takes_pairs = model_config.has_token_types
+        self._has_token_types = model_config.has_token_types
         self._max_logprobs = config.model.max_logprobs
         self._num_replicas = config.parallel.data_parallel_size
         self._policy = config.scheduler.scheduling_policy
@@ -418,7 +418,7 @@ class InputProcessor:
         )
 
     def _check_types(self, *, is_cut: bool) -> None:
-        if not self._takes_pairs:
+        if not self._has_token_types:
             raise InvalidRequestError(
                 f"token_type_ids has a 1, but {self._model} has one type of tokens; leave it out", "prompt"
             )
@@ -456,14 +456,15 @@ class InputProcessor:
         encoded = encode_pairs(
             self.tokenizer, pairs, cut, joins_texts=not self.classifier.takes_pairs, longest=self.max_model_len
         )
-        return [
-            {
-                "prompt": f"{first}{second}",
-                "prompt_token_ids": each.ids,
-                **({"token_type_ids": each.type_ids} if 1 in each.type_ids else {}),
-            }
+        has_types = self._has_token_types and self.tokenizer.gives_types
+        prompts: list[TokensPrompt] = [
+            {"prompt": f"{first}{second}", "prompt_token_ids": each.ids}
             for (first, second), each in zip(pairs, encoded, strict=True)
         ]
+        for prompt, each in zip(prompts, encoded, strict=True):
+            if has_types and 1 in each.type_ids:
+                prompt["token_type_ids"] = each.type_ids
+        return prompts
 
     def _child_params(self, params: SamplingParams, index: int) -> SamplingParams:
         """The parameters of one of the n answers: each has its own seed."""

@@ -94,6 +94,12 @@ class Tokenizer:
             found = self._backend.encode_batch(list(pairs))
         return [PairIds(one.ids, one.type_ids, one.sequence_ids) for one in found]
 
+    @property
+    def gives_types(self) -> bool:
+        """Whether models that the tokenizer is for take the types of tokens."""
+        names = self.config.get("model_input_names")
+        return not isinstance(names, list) or "token_type_ids" in names
+
     def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
         """The ids of a text, with special tokens in it as ordinary text. `is_start`: it does not follow a special token."""
         backend = self._text_backend
