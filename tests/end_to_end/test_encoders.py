@@ -1,18 +1,24 @@
 """Encoders and classifiers in whole engines against what transformers computed (tests/goldens/*/encoder.json)."""
 
 import json
+import shutil
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.flax import load_file, save_file
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.prepare import resolve_sizes
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.layers.build import build_model
+from jaxllm.models.load_config import load_model_config
 from scripts import make_encoder_goldens
-from tests.helpers import engines
+from tests.helpers import engines, goldens
 from tests.helpers.slow import slow_except
 
 FOLDER = make_encoder_goldens.FOLDER
@@ -98,3 +104,71 @@ def test_variants_equal_transformers(name, tmp_path):
     core = make_core(tmp_path)
     check(core, results, "token_embed" if core.model_config.classifier is None else "classify")
     core.shutdown()
+
+
+@pytest.mark.parametrize("is_tied", slow_except([True], [True, False]))
+def test_a_reranker_scores_by_the_logits_of_two_tokens(is_tied, tmp_path):
+    """As Qwen3-Reranker is made: a model that answers yes or no."""
+    source = goldens.FOLDER / ("qwen3" if is_tied else "llama_gqa")
+    asks = {"architectures": ["Qwen3ForSequenceClassification" if is_tied else "LlamaForSequenceClassification"]}
+    raw = {**json.loads((source / "config.json").read_text()), **asks, "classifier_from_token": ["no", "yes"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="has no tokenizer.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"no": 5, "yes": 9}}}))
+    prompt = np.random.default_rng(0).integers(128, size=20).tolist()
+    logits_V = goldens.logits(*goldens.load(source), prompt, pad_to=32)[-1]
+    config, state = goldens.load(tmp_path)
+    assert (config.generates, config.classifier.labels, config.pooling.pooling_type) == (False, ("LABEL_0",), "last")
+    hidden_1D = goldens.hidden(config, state, prompt, pad_to=32)[-1:]
+    head = nnx.merge(nnx.graphdef(build_model(config)), state).classifier
+    for is_activated, expected in ((0, logits_V[9] - logits_V[5]), (1, 1 / (1 + np.exp(logits_V[5] - logits_V[9])))):
+        np.testing.assert_allclose(head(hidden_1D, np.array([is_activated])), [[expected]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "labels", "activation"),
+    [
+        ({}, 3, "softmax"),
+        ({"id2label": {"0": "good"}}, 1, "sigmoid"),
+        ({"problem_type": "multi_label_classification"}, 3, "sigmoid"),
+        ({"problem_type": "regression", "id2label": {"0": "good"}}, 1, "identity"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, 3, "identity"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, 3, "sigmoid"),
+        ({"id2label": None, "num_labels": 7}, 7, "softmax"),
+    ],
+)
+def test_config_json_says_what_the_classes_are(given, labels, activation):
+    classifier = load_model_config(FOLDER / "bert_classifier", overrides=given).classifier
+    assert (len(classifier.labels), classifier.activation) == (labels, activation)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"id2label": {"1": "good"}}, "id2label is"),
+        ({"problem_type": "other"}, "problem_type is 'other'"),
+        ({"sbert_ce_default_activation_function": "torch.nn.GELU"}, "activation of scores is 'torch.nn.GELU'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"is_decoder": True}, "is_decoder is True"),
+        ({"num_attention_heads": 5}, "must divide hidden_size"),
+    ],
+)
+def test_what_an_encoder_cannot_be_is_named(given, message):
+    with pytest.raises(ModelLoadError, match=message):
+        load_model_config(FOLDER / "bert_classifier", overrides=given)
+
+
+def test_norms_may_have_their_older_names(tmp_path):
+    config, state = goldens.load(FOLDER / "bert_classifier")
+    tensors = load_file(FOLDER / "bert_classifier" / "model.safetensors")
+    older = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): x
+        for name, x in tensors.items()
+    }
+    assert older.keys() != tensors.keys()
+    save_file(older, tmp_path / "model.safetensors")
+    shutil.copy(FOLDER / "bert_classifier" / "config.json", tmp_path)
+    _, found = goldens.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, state, found)
