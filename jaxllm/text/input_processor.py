@@ -189,13 +189,7 @@ class InputProcessor:
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return ParentRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
-        if not self._generates:
-            made, ask = ("a classifier", "classes or scores") if self.classifier else ("an embedding model", "embeddings")
-            raise InvalidRequestError(
-                f"{self._model} runs as {made} and generates no text; ask for {ask}, or start the engine with --runner generate if the "
-                "checkpoint has a head for text",
-                "model",
-            )
+        self.check_generates()
         params = self._completed(params, len(token_ids))
         if params.structured_outputs is not None and grammar is None:
             grammar = self.grammar_of(params.structured_outputs)
@@ -218,6 +212,16 @@ class InputProcessor:
             for index in range(params.n)
         ]
         return ParentRequest(request_id, internal_id, text, token_ids, params, children, arrival_time)
+
+    def check_generates(self) -> None:
+        """Raise InvalidRequestError if the model makes no text."""
+        if not self._generates:
+            made, ask = ("a classifier", "classes or scores") if self.classifier else ("an embedding model", "embeddings")
+            raise InvalidRequestError(
+                f"{self._model} runs as {made} and generates no text; ask for {ask}, or start the engine with --runner generate if the "
+                "checkpoint has a head for text",
+                "model",
+            )
 
     def _checked_options(self, options: RequestOptions) -> RequestOptions:
         """The options without what has no effect in this engine. Raises InvalidRequestError."""

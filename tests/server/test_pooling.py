@@ -307,7 +307,11 @@ def test_inputs_get_the_probability_of_each_class(classifier, tokenizer):
         assert client.post("/pooling", {"input": [5, 5, 6], "task": "classify"}).json()["data"][0]["object"] == "pooling"
         assert "is a classifier" in refused(client, PATH, {"input": TEXTS}, "task")["message"]
         assert "8 classes" in refused(client, "/score", {"text_1": "one", "text_2": "two"}, None)["message"]
-        assert "generates no text" in refused(client, "/v1/completions", {"prompt": "one"}, "model")["message"]
+        for path, asked in (
+            ("/v1/completions", {"prompt": "one"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one"}]}),
+        ):
+            assert "generates no text" in refused(client, path, asked, "model")["message"]
 
 
 def test_a_model_of_pairs_scores_both_texts_at_once(classifier, tokenizer):
