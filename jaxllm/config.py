@@ -97,8 +97,8 @@ class ModelOptions:
     ] = "auto"
     pooler_config: Annotated[
         dict[str, Any] | None,
-        "JSON object with how hidden states are pooled, over what the checkpoint says: pooling_type (last, mean, or cls in encoders), normalize "
-        "(true or false)",
+        "JSON object with how hidden states are pooled, over what the checkpoint says: pooling_type (last, mean, or cls in encoders), "
+        "normalize (true or false)",
     ] = None
     max_logprobs: Annotated[int, "most logprobs that a request may ask for; -1: the whole vocabulary"] = 20
     logprobs_mode: Annotated[
