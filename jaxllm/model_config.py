@@ -81,12 +81,12 @@ class ModelConfig(ServedModel):
 
     @property
     def encoder_attentions(self) -> tuple[Attention, ...]:
-        """The distinct attentions of an encoder, the same way."""
+        """The distinct attentions of an encoder over keys and values of the prompt, the same way."""
         return () if self.encoder is None else self.key_value_attentions
 
     @property
     def key_value_attentions(self) -> tuple[Attention, ...]:
-        """Those of either."""
+        """The distinct attentions over keys and values of a decoder or an encoder, the same way."""
         return tuple(part for part in self._attentions if isinstance(part, Attention))
 
     @property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent.parent / "tests" / "goldens"
 LENGTHS = (9, 1, 40, 60)
 FIRST_TOKEN = 3
-"""Those before it are special."""
+"""The first id that is no special token."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

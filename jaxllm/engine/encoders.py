@@ -13,7 +13,7 @@ BLOCK_SIZE = 128
 
 
 def check_options(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for options of what an encoder does not have."""
+    """Raise ConfigError for options that need what an encoder lacks."""
     parallel, cache = config.parallel, config.cache
     is_set = {
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
@@ -24,6 +24,7 @@ def check_options(config: EngineConfig, model: ModelConfig) -> None:
         "kv_role": config.kv_transfer.kv_role is not None,
         "speculative_config": config.speculative.speculative_config is not None,
         "enable_lora": config.lora.enable_lora,
+        "max_num_prefill_tokens": config.scheduler.max_num_prefill_tokens is not None,
         "long_prefill_token_threshold": bool(config.scheduler.long_prefill_token_threshold),
     }
     if names := [name for name, has in is_set.items() if has]:

@@ -15,7 +15,10 @@ from jaxllm.model_parts import Positions
 
 
 class Encoder(CausalLM):
-    """An encoder whose layers norm what they take. The embeddings are normed before the first layer."""
+    """An encoder whose layers norm their input. The embeddings are normed before the first layer."""
+
+    norms_embeddings = True
+    """Whether the norm of the embeddings comes before the first block; if not, the first block has it."""
 
     def __init__(self, config: ModelConfig, layers: range | None = None):
         super().__init__(config, layers)
@@ -24,33 +27,25 @@ class Encoder(CausalLM):
         has_types = part.token_types is not None
         types = Positions(part.token_types or "", part.num_token_types)
         self.token_types = PositionEmbedding(config, types) if has_types else None
-        self.embedding_norm = self._make_embedding_norm()
-
-    def _make_embedding_norm(self) -> AnyNorm:
-        assert self.config.encoder is not None
-        return make_norm(self.config.encoder.embedding_norm, self.config.hidden_size, self.config.dtype)
+        norm = part.embedding_norm if self.norms_embeddings else None
+        self.embedding_norm = make_norm(norm, config.hidden_size, config.dtype)
 
     def embed(self, step: Step) -> list[Run]:
         """As `CausalLM.embed`, with the embeddings of token types."""
         shards = step.shards
         types_T = jnp.zeros_like(step.token_ids_T) if step.token_types_T is None else step.token_types_T
         num_runs = shards.num_runs(len(types_T))
+        parts = (jnp.split(x_T, num_runs) for x_T in (step.token_ids_T, step.positions_T, types_T))
         runs = []
-        for ids_T, positions_T, part_T in zip(
-            *(jnp.split(x_T, num_runs) for x_T in (step.token_ids_T, step.positions_T, types_T)), strict=True
-        ):
+        for ids_T, positions_T, own_types_T in zip(*parts, strict=True):
             part_TD = self.embedding(ids_T, shards)
-            for table, places_T in ((self.positions, positions_T), (self.token_types, part_T)):
+            for table, places_T in ((self.positions, positions_T), (self.token_types, own_types_T)):
                 if table is not None:
                     learned_TD = table(places_T)
                     part_TD += learned_TD if shards.size == 1 else jnp.where(shards.index == 0, learned_TD, 0)
-            runs.append(self._enter_first(part_TD, step))
+            _, x_TD = shards.add_and_norm(part_TD, None, self.embedding_norm)
+            runs.append((x_TD, self._norm_before(0)(x_TD)))
         return runs
-
-    def _enter_first(self, part_TD: Array, step: Step) -> Run:
-        """The sum of embeddings as the first layer takes it."""
-        _, x_TD = step.shards.add_and_norm(part_TD, None, self.embedding_norm)
-        return x_TD, self._norm_before(0)(x_TD)
 
 
 class PostNormBlock(DecoderBlock):
@@ -65,6 +60,9 @@ class PostNormBlock(DecoderBlock):
         else:
             self.attention_norm = make(self.parts.attention_norm, prefix=f"{config.layer_name(layer - 1)}.")
 
+    def take_formats(self) -> None:
+        """No norm is quantised with what it is computed of: attention and MLP are added to it."""
+
     def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step, kept_R: Array | None = None) -> list[Run]:
         """From attention_norm(x), to which attention is added, to the new x and next_norm of it."""
         assert kept_R is None, "an encoder keeps nothing of other tokens"
@@ -74,18 +72,12 @@ class PostNormBlock(DecoderBlock):
 
 
 class PostNormEncoder(Encoder):
-    """An encoder whose layers norm what they add up. The first block has the norm of the embeddings."""
+    """An encoder whose layers norm their sums."""
 
     make_block = PostNormBlock
-
-    def _make_embedding_norm(self) -> AnyNorm:
-        return make_norm(None, self.config.hidden_size, self.config.dtype)
-
-    def _enter_first(self, part_TD: Array, step: Step) -> Run:
-        x_TD, normed_TD = step.add_and_norm(part_TD, None, self._norm_before(0))
-        return x_TD, normed_TD
+    norms_embeddings = False
 
 
 def _normed(runs: Sequence[Run]) -> list[Run]:
-    """The norms in place of what they are of."""
+    """Runs whose x is its norm."""
     return [(normed_TD, normed_TD) for _, normed_TD in runs]

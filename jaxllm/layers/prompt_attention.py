@@ -1,5 +1,7 @@
 """Attention in both directions within each prompt of a step: no keys and values are kept."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -31,6 +33,7 @@ def attend_in_prompts(
     return out_TNH.reshape(q_TKGH.shape)
 
 
+@partial(jax.jit, static_argnames=("scale", "reach"))
 def attend_in_windows(q_TNH: Array, k_TNH: Array, v_TNH: Array, segment_T: Array, *, scale: float, reach: int) -> Array:
     """Outputs [T, N, H] of tokens that see those of their prompt at most `reach` away, in plain JAX: tiles of queries see the keys of
     their own tile, of the one before and of the one behind."""

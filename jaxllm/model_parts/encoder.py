@@ -1,4 +1,4 @@
-"""What encoders have beside their layers, and the heads that score the classes of prompts."""
+"""Parts of encoders other than layers, and heads that score the classes of prompts."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ class Encoder:
     """An encoder's own parts. Each token sees all others of its prompt, or with a window those at most so far away on both sides."""
 
     embedding_norm: Norm
-    """Norm of the embeddings; what comes out enters the first layer and is added to what that computes."""
+    """Norm of the embeddings, whose result enters the first layer."""
     token_types: str | None = None
     """Name of learned embeddings of types, added to those of the tokens: type 0 in a first text, 1 in a second one."""
     num_token_types: int = 0
@@ -39,7 +39,7 @@ class Classifier:
     out: str
     """Name of the last layer, which gives a score for each class."""
     activation: ClassActivation
-    """What turns scores into probabilities."""
+    """Function from scores to probabilities."""
     bias: bool = True
     hidden: ClassifierHidden | None = None
     takes_pairs: bool = False

@@ -52,7 +52,7 @@ def with_classifier(config: ModelConfig, c: ConfigReader, directory: Path) -> Mo
         classifier = read_classifier(c, "score", bias=False)
     else:
         out = config.names.embedding if config.tie_word_embeddings else config.names.head
-        ids = _token_ids(names, directory, c.faults)
+        ids = _token_ids(names, directory, config.vocab_size, c.faults)
         one = c.with_values(id2label=None, num_labels=1)
         classifier = read_classifier(one, out, bias=False, token_ids=ids)
     return replace(config, classifier=classifier, pooling=PoolingConfig("last"))
@@ -73,18 +73,18 @@ def _activation(c: ConfigReader, num_classes: int) -> ClassActivation:
     """As vLLM chooses it: by the kind of problem, else as sentence-transformers wrote it, else by the number of classes."""
     problem = c.raw.get("problem_type")
     if problem is not None:
-        if problem not in _OF_PROBLEM:
+        if str(problem) not in _OF_PROBLEM:
             c.faults.append(f"problem_type is {problem!r}, supported: {', '.join(_OF_PROBLEM)}")
-        return _OF_PROBLEM.get(problem, "softmax")
+        return _OF_PROBLEM.get(str(problem), "softmax")
     name = c.within("sentence_transformers").raw.get("activation_fn", c.raw.get("sbert_ce_default_activation_function"))
     if name is not None:
-        if name not in _OF_FUNCTION:
+        if str(name) not in _OF_FUNCTION:
             c.faults.append(f"the activation of scores is {name!r}, supported: {', '.join(_OF_FUNCTION)}")
-        return _OF_FUNCTION.get(name, "sigmoid")
+        return _OF_FUNCTION.get(str(name), "sigmoid")
     return "softmax" if num_classes > 1 else "sigmoid"
 
 
-def _token_ids(names: Any, directory: Path, faults: list[str]) -> tuple[int, int]:
+def _token_ids(names: Any, directory: Path, vocab_size: int, faults: list[str]) -> tuple[int, int]:
     """The ids of two tokens in tokenizer.json."""
     if not isinstance(names, list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
         faults.append(f'classifier_from_token is {shortened(repr(names))}, must be two tokens, such as ["no", "yes"]')
@@ -96,8 +96,8 @@ def _token_ids(names: Any, directory: Path, faults: list[str]) -> tuple[int, int
         )
     model = (read_json(file, error=ModelLoadError) or {}).get("model") or {}
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocabulary, dict) or not all(type(vocabulary.get(name)) is int for name in names):
+    first, second = (vocabulary.get(name, -1) if isinstance(vocabulary, dict) else -1 for name in names)
+    if not all(type(id) is int and 0 <= id < vocab_size for id in (first, second)):
         faults.append(f"classifier_from_token is {json.dumps(names)}, must be two tokens of the vocabulary of {file}")
         return 0, 0
-    first, second = (vocabulary[name] for name in names)
     return first, second

@@ -54,7 +54,7 @@ def load_model_config(
     architecture, read, has_head = find(raw, directory, model_class)
     options = {"max_model_len": max_model_len, "expert_parallel": expert_parallel}
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
-    config = with_classifier(_read(read, reader, directory), reader, directory)
+    config = _read(read, reader, directory)
     has_head = has_head and config.encoder is None
     generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
     if generates and not has_head:
@@ -99,7 +99,7 @@ def load_model_config(
 def _read(read: Read, reader: ConfigReader, directory: Path) -> ModelConfig:
     """The config that a family makes of these values."""
     try:
-        config = read(reader)
+        config = with_classifier(read(reader), reader, directory)
         reader.faults.extend(config.size_faults())
     except JaxLLMError:
         raise

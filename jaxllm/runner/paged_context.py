@@ -63,6 +63,7 @@ class PagedContext:
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
         if self.segment_T is not None:
+            assert soft_cap is None and sinks_KG is None, "no encoder has them"
             kernel: dict[str, Any] = {
                 "implementation": self.kernels.segment_attention or "xla",
                 "interpret": self.kernels.interpret,
