@@ -101,11 +101,14 @@ class PoolingService:
     def _encode_pairs(self, pairs: Sequence[Pair], cut: PairCut) -> Work[list[Any]]:
         """Prompts with their token ids. Tokenizes only as much of overlong texts as is needed to reject or cut them."""
         longest, kept = self._engine.max_model_len, {}
-        for param, text in dict.fromkeys(item for pair in pairs for item in zip(pair.param_names, pair.texts, strict=True)):
+        limits = (cut.first, cut.second)
+        for param, text, most in dict.fromkeys(
+            each for pair in pairs for each in zip(pair.param_names, pair.texts, limits, strict=True)
+        ):
             tokenizer = tokenizer_of(self._engine, param)
             if not text:
                 raise bad_request(f"{param} has an empty text, must have at least 1 token", param)
-            if cut.whole is not None:
+            if cut.whole is not None or most is not None:
                 kept[text] = yield from cut_text(tokenizer, text, longest, cut.side, longest)
                 continue
             try:

@@ -168,6 +168,10 @@ class InputProcessor:
         processed = [image.result() for image in self.media.submit(prompt)]
         text, token_ids, salt = self._read_prompt(prompt, processed)
         second_text_start = second_start(prompt, len(token_ids))
+        if second_text_start is not None and not self._has_token_types:
+            raise InvalidRequestError(
+                f"token_type_ids has a 1, but {self._model} has one type of tokens; leave it out", "prompt"
+            )
         options = self._checked_options(options if salt is None else replace(options, cache_salt=salt))
         self._check_token_ids(token_ids)
         token_ids, items = self.media.expand(token_ids, processed)
@@ -175,8 +179,9 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             num_tokens = len(token_ids)
             token_ids = self._truncated(text, token_ids, params, has_items=bool(items))
-            if second_text_start is not None:
-                self._check_types(is_cut=len(token_ids) < num_tokens)
+            if second_text_start is not None and len(token_ids) < num_tokens:
+                text = "prompts with token_type_ids are not cut; cut both yourself"
+                raise InvalidRequestError(text, "truncate_prompt_tokens")
             request = EngineCoreRequest(
                 request_id=internal_id,
                 prompt_token_ids=token_ids,
@@ -420,14 +425,6 @@ class InputProcessor:
             # The hidden states of cached tokens are not kept.
             skip_reading_prefix_cache=needs_all_tokens or bool(params.skip_reading_prefix_cache),
         )
-
-    def _check_types(self, *, is_cut: bool) -> None:
-        if not self._has_token_types:
-            raise InvalidRequestError(
-                f"token_type_ids has a 1, but {self._model} has one type of tokens; leave it out", "prompt"
-            )
-        if is_cut:
-            raise InvalidRequestError("prompts with token_type_ids are not cut; cut both yourself", "truncate_prompt_tokens")
 
     def _check_task(self, task: PoolingTask, width: int | None) -> None:
         """Raise InvalidRequestError for what the model's head does not compute."""

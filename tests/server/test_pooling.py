@@ -324,6 +324,8 @@ def test_a_model_of_pairs_scores_both_texts_at_once(classifier, tokenizer):
         assert [result["index"] for result in reply["results"]] == best
         body = {"query": "one", "documents": [" two three four"], "max_tokens_per_doc": 1}
         assert client.post("/rerank", body).json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
+        body = {"text_1": "one", "text_2": " two" * 100_000, "max_tokens_per_doc": 1}
+        assert client.post("/score", body).json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
         refused(client, "/score", {"text_1": "one", "text_2": ["two", ""]}, "text_2")
         error = refused(client, "/score", {"text_1": "one", "text_2": "two " * 400}, "text_2")
         assert "maximum context length is 200" in error["message"]
