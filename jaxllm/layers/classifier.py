@@ -19,23 +19,24 @@ class ClassifierHead(nnx.Module):
     def __init__(self, config: ModelConfig, part: Classifier):
         self.part = part
         self.hidden = None if part.hidden is None else HiddenLayer(config, part.hidden)
-        shape, axes = (config.hidden_size, part.num_rows), ("embed", "class")
-        if part.token_ids is None:
-            modules = [Module(part.out, (part.num_rows,))]
-            self.out = Linear("rd,dc->rc", shape, axes, config.dtype, modules=modules, bias=part.bias)
+        num_classes, num_tokens = len(part.labels), len(part.token_ids)
+        if num_tokens:
+            rows = tuple(_row(f"{part.out}.weight", config, token_id) for token_id in part.token_ids)
+            source = Source(rows, 0, (0, 1))
+            self.rows = abstract_param((num_tokens, config.hidden_size), ("class", "embed"), config.dtype, source=source)
         else:
-            rows = [_row(f"{part.out}.weight", config, token_id) for token_id in part.token_ids]
-            self.rows = abstract_param(shape[::-1], axes[::-1], config.dtype, source=Source(tuple(rows), 0, (0, 1)))
+            shape, modules = (config.hidden_size, num_classes), [Module(part.out, (num_classes,))]
+            self.out = Linear("rd,dc->rc", shape, ("embed", "class"), config.dtype, modules=modules, bias=part.bias)
 
     def __call__(self, x_RD: Array, use_activation_R: Array) -> Array:
         """Float32 [R, classes]: scores, where `use_activation_R` probabilities."""
         if self.hidden is not None:
             x_RD = self.hidden(x_RD)
-        if self.part.token_ids is None:
-            score_RC = self.out(x_RD)
+        if self.part.token_ids:
+            *others, row_D = self.rows[...].astype(jnp.float32)
+            score_RC = jnp.sum(x_RD * (row_D - others[0] if others else row_D), axis=1, keepdims=True)
         else:
-            first_D, second_D = self.rows[...].astype(jnp.float32)
-            score_RC = jnp.sum(x_RD * (second_D - first_D), axis=1, keepdims=True)
+            score_RC = self.out(x_RD)
         if self.part.activation == "identity":
             return score_RC
         activate = jax.nn.sigmoid if self.part.activation == "sigmoid" else jax.nn.softmax

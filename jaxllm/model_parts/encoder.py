@@ -44,11 +44,6 @@ class Classifier:
     hidden: ClassifierHidden | None = None
     takes_pairs: bool = False
     """Whether the tokenizer puts its special tokens between two texts; if not, they are one text."""
-    token_ids: tuple[int, int] | None = None
-    """The score of the only class is the logit of the second token minus that of the first. `out` is then the head, or with a tied one
-    the embedding; None: it has a row for each class."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the last layer's weight."""
-        return len(self.labels) if self.token_ids is None else 2
+    token_ids: tuple[int, ...] = ()
+    """The score of the only class is the logit of the last of these tokens, minus that of the one before it if there are two. `out` is
+    then the head, or with a tied one the embedding; empty: it has a row for each class."""

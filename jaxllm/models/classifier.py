@@ -15,6 +15,8 @@ from jaxllm.models.registry import CLASSIFIER
 from jaxllm.pooling_config import PoolingConfig
 
 MAX_CLASSES = 2**14
+MAX_TOKENIZER_BYTES = 128 * 2**20
+"""As `jaxllm.text.tokenizer_files` has it."""
 _OF_PROBLEM: dict[str, ClassActivation] = {
     "regression": "identity",
     "single_label_classification": "softmax",
@@ -43,7 +45,7 @@ def read_classifier(c: ConfigReader, out: str, **parts: Any) -> Classifier:
 def with_classifier(config: ModelConfig, c: ConfigReader, directory: Path) -> ModelConfig:
     """The config of a decoder with the head of a classifier, if the checkpoint has one: a product of the last token's hidden state.
 
-    A reranker that was made to answer yes or no names the two tokens in `classifier_from_token`, as vLLM has it.
+    A reranker that was made to answer yes or no names these tokens, or the second alone, in `classifier_from_token`, as vLLM has it.
     """
     if config.encoder is not None or not is_classifier(c):
         return config
@@ -84,20 +86,20 @@ def _activation(c: ConfigReader, num_classes: int) -> ClassActivation:
     return "softmax" if num_classes > 1 else "sigmoid"
 
 
-def _token_ids(names: Any, directory: Path, vocab_size: int, faults: list[str]) -> tuple[int, int]:
-    """The ids of two tokens in tokenizer.json."""
-    if not isinstance(names, list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
-        faults.append(f'classifier_from_token is {shortened(repr(names))}, must be two tokens, such as ["no", "yes"]')
-        return 0, 0
+def _token_ids(names: Any, directory: Path, vocab_size: int, faults: list[str]) -> tuple[int, ...]:
+    """The ids of one or two tokens in tokenizer.json."""
+    if not isinstance(names, list) or len(names) not in (1, 2) or not all(isinstance(name, str) for name in names):
+        faults.append(f'classifier_from_token is {shortened(repr(names))}, must be one or two tokens, such as ["no", "yes"]')
+        return (0,)
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise ModelLoadError(
             f"classifier_from_token is {json.dumps(names)}, but {directory} has no tokenizer.json that knows their ids"
         )
-    model = (read_json(file, error=ModelLoadError) or {}).get("model") or {}
+    model = (read_json(file, MAX_TOKENIZER_BYTES, ModelLoadError) or {}).get("model") or {}
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    first, second = (vocabulary.get(name, -1) if isinstance(vocabulary, dict) else -1 for name in names)
-    if not all(type(id) is int and 0 <= id < vocab_size for id in (first, second)):
-        faults.append(f"classifier_from_token is {json.dumps(names)}, must be two tokens of the vocabulary of {file}")
-        return 0, 0
-    return first, second
+    ids = tuple(vocabulary.get(name, -1) if isinstance(vocabulary, dict) else -1 for name in names)
+    if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+        faults.append(f"classifier_from_token is {json.dumps(names)}, must be tokens of the vocabulary of {file}")
+        return (0,)
+    return ids

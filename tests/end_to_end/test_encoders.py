@@ -123,6 +123,11 @@ def test_a_reranker_scores_by_the_logits_of_two_tokens(is_tied, tmp_path):
     assert (config.generates, config.classifier.labels, config.pooling.pooling_type) == (False, ("LABEL_0",), "last")
     hidden_1D = goldens.hidden(config, state, prompt, pad_to=32)[-1:]
     head = nnx.merge(nnx.graphdef(build_model(config)), state).classifier
+    raw["classifier_from_token"] = ["yes"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    one_config, one_state = goldens.load(tmp_path)
+    one = nnx.merge(nnx.graphdef(build_model(one_config)), one_state).classifier
+    np.testing.assert_allclose(one(hidden_1D, np.array([0])), [[logits_V[9]]], rtol=1e-4, atol=1e-4)
     for is_activated, expected in ((0, logits_V[9] - logits_V[5]), (1, 1 / (1 + np.exp(logits_V[5] - logits_V[9])))):
         np.testing.assert_allclose(head(hidden_1D, np.array([is_activated])), [[expected]], rtol=1e-4, atol=1e-4)
 
