@@ -24,6 +24,7 @@ from jaxllm.models.registry import FAMILIES
 from jaxllm.quantization.formats import supported_checkpoints
 from jaxllm.text import tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
+from scripts.make_encoder_goldens import VARIANTS as ENCODERS
 from scripts.make_goldens import FOLDER, VARIANTS
 from scripts.make_picture_goldens import VARIANTS as PICTURES
 
@@ -42,8 +43,8 @@ add a family, inside this package or outside.
 
 ## Families
 
-The architecture is the entry of `architectures` in config.json; `XModel` is `XForCausalLM` without a head, for embeddings. The files are
-in `jaxllm/models/`.
+The architecture is the entry of `architectures` in config.json; `XModel` is `XForCausalLM` without a head, for embeddings, and
+`XForSequenceClassification` has a head that scores classes. The files are in `jaxllm/models/`.
 
 | family | architectures | file | variants tested |
 |---|---|---|---|
@@ -60,6 +61,8 @@ TESTED = """
   `JAXLLM_GOLDENS=DIR`.
 - Whisper and Qwen 2 Audio have what their encoders make of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`,
   `make_audio_token_golden.py`, `tests/end_to_end/test_whisper.py`, `test_audio_tokens.py`).
+- Encoders and classifiers have goldens of hidden states and scores (`scripts/make_encoder_goldens.py`), which whole engines with packed
+  prompts must give within 1e-4 (`tests/end_to_end/test_encoders.py`); variants without one are compared there live.
 - Families that see images have goldens of prompts with pictures as well (`scripts/make_picture_goldens.py`,
   `tests/models/test_pictures.py`): what their encoder makes of two pictures within 1e-5, the rest as above.
 """
@@ -118,7 +121,7 @@ bitsandbytes must have 64 values of one output; its int8 weights go with activat
 
 ## Embeddings
 
-Which checkpoints make vectors: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The model that comes with the package:
+Which checkpoints make vectors and classes: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The model that comes with the package:
 [DEMO_MODEL.md](DEMO_MODEL.md).
 """
 
@@ -139,6 +142,7 @@ def _families() -> Iterable[str]:
         kinds = {FAMILIES[architecture][0] for architecture in architectures}
         tested = [name for name, config in VARIANTS.items() if _kind(config.model_type) in kinds]
         tested += [name for name, arguments in PICTURES.items() if arguments["family"] in kinds]
+        tested += [name for name, (config, _) in ENCODERS.items() if config.model_type in kinds]
         tested += [path.parent.name for path in FOLDER.glob("*/audio.json") if path.parent.name in kinds]
         names = ", ".join(f"`{name}`" for name in architectures)
         told = ", ".join(f"**{name}**" if (FOLDER / name).is_dir() else name for name in tested)

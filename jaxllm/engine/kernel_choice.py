@@ -49,6 +49,15 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
     missing = paged_attention.missing(wanted)
     if missing is not None:
         raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
+    for attention in model.encoder_attentions:
+        known = segment_attention.candidates(
+            platform="gpu", dtype=model.dtype, head_dim=attention.head_dim, interpret=not on_gpu
+        )
+        if wanted not in (*known, *PLAIN):
+            raise ConfigError(
+                f"attention_implementation is {wanted!r}, which does not take heads of width {attention.head_dim} in {model.dtype} in an "
+                "encoder; use auto"
+            )
     for attention in model.attentions:
         case = _attention_case(model, attention, page_size)
         if not paged_attention.supports(wanted, **case, has_part=has_part, interpret=not on_gpu):
@@ -74,6 +83,11 @@ def attention_candidates(
     """By op of attention that the model has: the wanted implementation alone, or for "auto" all that support the model's shapes."""
     platform = "gpu" if on_gpu else "cpu"
     found = {}
+    if model.encoder_attentions:
+        found["segment_attention"] = _of_all(
+            segment_attention.candidates(platform=platform, dtype=model.dtype, head_dim=part.head_dim)
+            for part in model.encoder_attentions
+        )
     if model.attentions:
         found["paged_attention"] = _of_all(
             paged_attention.candidates(platform=platform, **_attention_case(model, part, page_size), has_part=has_part)

@@ -297,6 +297,9 @@ def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
 
 
 def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
+    if parts := engine.model.encoder_attentions:
+        heads = dict.fromkeys((part.num_heads // engine.tensor_parallel, part.head_dim) for part in parts)
+        return tuple(segment_attention.Shapes(engine.model.dtype, *each) for each in heads)
     encoder = engine.model.vision or engine.model.audio
     return () if encoder is None else (segment_attention.Shapes(engine.model.dtype, encoder.num_heads, encoder.head_dim),)
 

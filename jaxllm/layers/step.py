@@ -87,6 +87,8 @@ class Step:
     """Embeddings that stand in place of those of some tokens, at their full scale and whole on every device; None: no token has one."""
     is_given_T: Array | None = None
     """Bool, with `given_TD`: whether a token has its embedding there."""
+    token_types_T: Array | None = None
+    """Types of an encoder's tokens: 0 in the first text of a pair, 1 in the second; None: all are 0."""
     deepstack: Sequence[Array] | None = None
     """[T, D] each, whole on every device: what is added to the tokens behind the first layer, the second and so on, zero for tokens
     without; None: nothing is."""

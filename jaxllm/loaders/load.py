@@ -104,6 +104,9 @@ def load_checkpoint(
     return state_of(model, arrays)
 
 
+_OF_NORM = {"gamma": "weight", "beta": "bias"}
+
+
 def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "auto") -> None:
     """Raise ModelLoadError if the files of a directory are not this model's weights, or hold them in a form that cannot be read.
 
@@ -127,6 +130,11 @@ def _open(directory: Path, load_format: str, config: ModelConfig, encoder: Visio
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
         checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
+    if config.encoder is not None:  # norms of checkpoints from TensorFlow
+        checkpoint.entries = {
+            re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: f"LayerNorm.{_OF_NORM[found[1]]}", name): entry
+            for name, entry in checkpoint.entries.items()
+        }
     if encoder is not None:
         named = ((encoder.name_of(name), entry) for name, entry in checkpoint.entries.items())
         checkpoint.entries = {name: entry for name, entry in named if name is not None}

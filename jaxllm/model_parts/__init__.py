@@ -7,6 +7,7 @@ module for each.
 from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, QueryScale
 from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
 from jaxllm.model_parts.decoder import Head, Layer, Names, Positions
+from jaxllm.model_parts.encoder import Classifier, ClassifierHidden, Encoder
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope, RopeKind
@@ -18,7 +19,10 @@ __all__ = [
     "Attention",
     "Audio",
     "AudioTokens",
+    "Classifier",
+    "ClassifierHidden",
     "CrossAttentionLayer",
+    "Encoder",
     "ExpertActivation",
     "GatedDeltaNet",
     "Head",

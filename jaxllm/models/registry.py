@@ -19,6 +19,8 @@ from jaxllm.models.config_reader import ConfigReader
 Read = Callable[[ConfigReader], ModelConfig]
 
 FAMILIES = {
+    "BertForSequenceClassification": ("bert", "jaxllm.models.bert:read"),
+    "BertModel": ("bert", "jaxllm.models.bert:read"),
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "jaxllm.models.deepseek:read_v2"),
@@ -46,6 +48,8 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": ("mistral3", "jaxllm.models.mistral3:read"),
     "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
     "MixtralForCausalLM": ("mixtral", "jaxllm.models.mixtral:read"),
+    "ModernBertForSequenceClassification": ("modernbert", "jaxllm.models.modernbert:read"),
+    "ModernBertModel": ("modernbert", "jaxllm.models.modernbert:read"),
     "OPTForCausalLM": ("opt", "jaxllm.models.opt:read"),
     "Olmo2ForCausalLM": ("olmo2", "jaxllm.models.olmo:read"),
     "Olmo3ForCausalLM": ("olmo3", "jaxllm.models.olmo:read_olmo3"),
@@ -62,14 +66,20 @@ FAMILIES = {
     "Qwen3NextForCausalLM": ("qwen3_next", "jaxllm.models.qwen3_next:read"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "jaxllm.models.qwen3_vl:read"),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "jaxllm.models.qwen3_vl:read_moe"),
+    "RobertaForSequenceClassification": ("roberta", "jaxllm.models.bert:read_roberta"),
+    "RobertaModel": ("roberta", "jaxllm.models.bert:read_roberta"),
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "jaxllm.models.idefics3:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
     "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
+    "XLMRobertaForSequenceClassification": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
+    "XLMRobertaModel": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
 
+CLASSIFIER = "ForSequenceClassification"
+"""How the architectures of classifiers end."""
 _LONGEST_NAME = 100
 """Characters of an unknown name that are compared with those of the known."""
 ENTRY_POINTS = "jaxllm.models"
@@ -84,7 +94,8 @@ def architectures() -> list[str]:
 def find(raw: Mapping[str, Any], source: object, model_class: str | None = None) -> tuple[str, Read, bool]:
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
-    `Qwen3Model` is `Qwen3ForCausalLM` without one, `Qwen3VLModel` is `Qwen3VLForConditionalGeneration`. model_class: module:name of the
+    `Qwen3Model` is `Qwen3ForCausalLM` without one, as is `Qwen3ForSequenceClassification`, which has another head; `Qwen3VLModel` is
+    `Qwen3VLForConditionalGeneration`, and `BertForMaskedLM` is `BertModel`. model_class: module:name of the
     function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
@@ -92,11 +103,13 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     model_type = str(raw.get("model_type", ""))
     names = raw.get("architectures") or [by_model_type.get(model_type, model_type)]
     name = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
-    whole = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
+    kind = next((kind for kind in ("Model", CLASSIFIER) if name.endswith(kind)), None)
+    whole = name if kind is None else f"{name.removesuffix(kind)}ForCausalLM"
     if model_class is not None:
         return whole, _imported(model_class), name == whole
     seeing = f"{name.removesuffix('Model')}ForConditionalGeneration" if name.endswith("Model") else name
-    for architecture in dict.fromkeys((name, whole, seeing)):
+    bare = re.sub("ForMaskedLM$", "Model", name)
+    for architecture in dict.fromkeys((name, whole, seeing, bare)):
         if (read := _read_function(architecture)) is not None:
             return architecture, read, architecture == name
     told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
@@ -116,7 +129,7 @@ def _known(name: str, model_type: str) -> str:
 
 
 def _stem(architecture: str) -> str:
-    return re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration|Model)$", "", architecture).lower()
+    return re.sub(f"(ForCausalLM|LMHeadModel|ForConditionalGeneration|{CLASSIFIER}|Model)$", "", architecture).lower()
 
 
 def _likeness(name: str, other: str) -> float:

@@ -98,6 +98,11 @@ class MemoryPlan:
         each = f", the same on each of {num_devices} devices" if num_devices > 1 else ""
         ranks = f" in each of {self.num_ranks} data-parallel ranks" if self.num_ranks > 1 else ""
         more = "; --kv-cache-memory-bytes makes it larger" if self.is_cut else ""
+        cache = (
+            f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
+            f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
+            f"of {self.max_model_len} tokens at once{ranks}{more}"
+        )
         states = f"  states    {_size(self.state_bytes)} ({self.num_rows} rows)"
         return "\n".join(
             [
@@ -105,9 +110,7 @@ class MemoryPlan:
                 f"  weights   {_size(self.weight_bytes)}",
                 f"  work      {_size(self.work_bytes)} (largest step)",
                 *([states] if self.state_bytes else []),
-                f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
-                f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
-                f"of {self.max_model_len} tokens at once{ranks}{more}",
+                cache if self.block_bytes else "  KV cache  none",
             ]
         )
 

@@ -561,6 +561,7 @@ class Scheduler:
             pooling_params=request.pooling_params,
             adapter_slot=NO_ADAPTER if request.adapter is None else request.adapter.slot,
             items=tuple(msgspec.structs.replace(item, payload=b"") for item in request.spec.items),
+            second_text_start=request.spec.second_text_start,
         )
 
     def _note_admission(self, request: Request, data: NewRequestData) -> None:
