@@ -32,7 +32,7 @@ from jaxllm.kernel_policy import KernelPolicy, platform_policy
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
-from jaxllm.layers.build import build_model
+from jaxllm.layers.build import Widened, build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.log import logger
@@ -240,7 +240,8 @@ def lay_out(
 ) -> tuple[Stage, ...]:
     """The stages of an engine, one without a pipeline.
 
-    make_plan: takes weight_bytes, and drafter or layers as `memory_plan` does. Raises ConfigError for layers that cannot be divided so.
+    make_plan: takes weight_bytes, widened, and drafter or layers as `memory_plan` does.
+    Raises ConfigError for layers that cannot be divided so.
     """
     topology = Topology.of(config.parallel)
     size = topology.tensor
@@ -248,10 +249,11 @@ def lay_out(
     def plan_of(part: CausalLM, layers: range) -> MemoryPlan:
         num_bytes = weight_bytes(part, size, topology.data) + _adapter_bytes(features, part, size)
         num_bytes += memory_bytes(config, model, part)
+        widened = Widened.of(part)
         if len(layers) < model.num_layers:
-            return make_plan(weight_bytes=num_bytes, layers=layers)
+            return make_plan(weight_bytes=num_bytes, widened=widened, layers=layers)
         num_bytes += _drafter_bytes(features.drafter, config, model)
-        return make_plan(weight_bytes=num_bytes, drafter=features.drafter)
+        return make_plan(weight_bytes=num_bytes, widened=widened, drafter=features.drafter)
 
     return make_stages(config, model, plan_of)
 
@@ -262,6 +264,7 @@ def _plan(
     policy: KernelPolicy,
     *,
     weight_bytes: int,
+    widened: Widened,
     work_bytes: int | None = None,
     drafter: Drafter | None = None,
     layers: range | None = None,
@@ -271,6 +274,7 @@ def _plan(
         memory_plan,
         model=model,
         weight_bytes=weight_bytes,
+        widened=widened,
         work_bytes=work_bytes,
         drafter=drafter,
         layers=layers,

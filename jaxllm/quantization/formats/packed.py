@@ -230,7 +230,7 @@ class PackedFormat(WeightFormat):
 
     @property
     def widens_in_products(self) -> bool:
-        return self.computes
+        return self.computes and self.tiled is None
 
     def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
         from jaxllm.quantization import packed, tiles
