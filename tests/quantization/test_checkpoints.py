@@ -205,7 +205,7 @@ def test_block_scales_of_experts_and_of_weights_that_are_cut_up(tmp_path, golden
     ("golden", "size", "block"),
     slow_except(
         [("qwen3_moe", 2, 32)],
-        [("qwen3_moe", 2, 32), ("qwen3_moe", 4, 128), ("deepseek_v3", 2, 32), ("qwen3_next", 4, 32), ("llama_gqa", 4, 128)],
+        [("qwen3_moe", 2, 32), ("qwen3_moe", 4, 128), ("deepseek_v3", 2, 32), ("llama_gqa", 4, 128)],
     ),
 )
 def test_devices_share_weights_with_a_scale_per_block(tmp_path, golden, size, block):
@@ -218,11 +218,11 @@ def test_devices_share_weights_with_a_scale_per_block(tmp_path, golden, size, bl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "implementation"), [(1, "triton"), (2, "triton"), (2, "auto")])
-def test_an_engine_answers_with_experts_of_blocks_as_with_the_widened_weights(tmp_path, size, implementation):
+@pytest.mark.parametrize("implementation", ["triton", "auto"])
+def test_an_engine_answers_with_experts_of_blocks_as_with_the_widened_weights(tmp_path, implementation):
     stored = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head", "mlp.gate"]}
     blocks = write(tmp_path / "blocks", stored, per_block, golden="qwen3_moe")
-    tokens, logprobs = answer(blocks, tensor_parallel_size=size, attention_implementation=implementation)
+    tokens, logprobs = answer(blocks, tensor_parallel_size=2, attention_implementation=implementation)
     wanted_tokens, wanted = answer(write(tmp_path / "plain", None, widened_blocks, golden="qwen3_moe"))
     assert tokens == wanted_tokens
     np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
