@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -139,6 +139,9 @@ class Prepared:
                 most,
                 model_config.dtype,
             )
+
+        if starts and not on_cpu:
+            warn_of_widened_experts([stage.model for stage in stages], model_config.dtype)
 
         def make(kernels: Kernels) -> DeviceRunner:
             of_kernels = resolved.replace(attention_implementation=kernels.attention)
@@ -318,6 +321,16 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
         except ConfigError as error:
             logger.warning("%s", error)
     return None
+
+
+def warn_of_widened_experts(models: Iterable[nnx.Module], dtype: str) -> None:
+    """Warn if products on a GPU widen the weights of all experts in each step."""
+    if any(Widened.of(model).experts for model in models):
+        logger.warning(
+            "no kernel for this GPU multiplies the weights of experts as they are stored, so each step widens them all: start with "
+            "--dequantize if they fit into memory in %s, or on a Hopper GPU with --attention-implementation mosaic, which checks kernels",
+            dtype,
+        )
 
 
 def weight_bytes(model: nnx.Module, num_devices: int, num_ranks: int = 1) -> int:
