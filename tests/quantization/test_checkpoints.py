@@ -259,7 +259,7 @@ def test_saved_weights_with_a_scale_per_block_load_again(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors, name: tensors | {name: tensors[name].astype(np.float32)}, "is F32 .*modules_to_not_convert"),
+        (lambda tensors, name: tensors | {name: tensors[name].astype(np.float32)}, "is F32 .*not quantised, by --hf-overrides"),
         (lambda tensors, name: {name: tensors[name]}, "1 missing: model.layers.1.mlp.down_proj.weight_scale_inv"),
         (lambda tensors, name: tensors | {f"{name}_scale_inv": np.ones((3, 1), np.float32)}, r"\[3, 1\]"),
         (

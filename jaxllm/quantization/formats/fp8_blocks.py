@@ -1,8 +1,9 @@
 """Weights in fp8 with a scale per block of 128 x 128, as DeepSeek-V3 and Qwen3 have them, computed as stored."""
 
+import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -36,12 +37,11 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
         return cls(computes=not options.dequantize and options.quantization is None, **fields)
 
     def scheme(self, module: str) -> Scheme | None:
-        return Scheme("e4m3", self._block[1]) if self.covers(module) else None
+        return _scheme(self._block[1]) if self.covers(module) else None
 
     def scheme_of(self, module: str, num_inputs: int) -> Scheme | None:
         """In groups that divide the inputs: a block that the end cuts is several."""
-        scheme = self.scheme(module)
-        return scheme and replace(scheme, group=math.gcd(self._block[1], num_inputs))
+        return _scheme(math.gcd(self._block[1], num_inputs)) if self.covers(module) else None
 
     @property
     def _block(self) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
         shape = num_outputs, num_inputs
         blocks = tuple(math.ceil(size / of_block) for size, of_block in zip(shape, self._block, strict=True))
-        otherwise = "config.json says that it is fp8; name the module in modules_to_not_convert by --hf-overrides"
+        otherwise = "config.json says that it is fp8; add the module to those that are not quantised, by --hf-overrides"
         return {
             f"{module}.weight": Expected(shape, (STORED_TYPE,), otherwise),
             f"{module}.{self.scale_name}": Expected(blocks, SCALE_TYPES),
@@ -90,6 +90,11 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
             written[f"{module}.weight"] = codes
             written[f"{module}.{self.scale_name}"] = scale[::rows, :: columns * scale.shape[1] // codes.shape[1]]
         return written
+
+
+@functools.cache
+def _scheme(group: int) -> Scheme:
+    return Scheme("e4m3", group)
 
 
 def _weight(module: str, num_outputs: int, num_inputs: int) -> Tensor:

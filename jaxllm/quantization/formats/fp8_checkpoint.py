@@ -51,8 +51,16 @@ class Fp8Checkpoint(WeightFormat):
             return algorithm_of(given) in ALL_FP8
         return super().claims(given)
 
+    @functools.cached_property
+    def _covered(self) -> dict[str, bool]:
+        """Modules that were asked for: there are tens of thousands of experts, each asked for several times."""
+        return {}
+
     def covers(self, module: str) -> bool:
-        return _covers(self.targets, self.ignored, module)
+        if module not in self._covered:
+            is_target = not self.targets or matches_any(self.targets, module)
+            self._covered[module] = is_target and not matches_any(self.ignored, module)
+        return self._covered[module]
 
     def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
         module, entry = tensor.name.removesuffix(".weight"), files.entries.get(tensor.name)
@@ -111,12 +119,6 @@ class Fp8Checkpoint(WeightFormat):
             # A row of blocks at a time: a scale for every value would take as much memory as the weights.
             wide[start:stop] *= scale[row[start]][column]
         return wide.reshape(part.shape)
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _covers(targets: tuple[str, ...], ignored: tuple[str, ...], module: str) -> bool:
-    """Cached, because checkpoints have tens of thousands of experts, each asked for several times."""
-    return (not targets or matches_any(targets, module)) and not matches_any(ignored, module)
 
 
 def read_checkpoint(given: Mapping[str, Any], options: Options, faults: list[str]) -> dict[str, Any] | None:
