@@ -58,7 +58,7 @@ class Widened(NamedTuple):
 
     @classmethod
     def of(cls, model: nnx.Module) -> "Widened":
-        """Those of a model: weights in tiles are multiplied by kernels as they are."""
+        """Read it from the formats of a model's weights. Weights in tiles do not count: kernels multiply them as they are."""
         found = {_is_of_experts(weight) for weight in weights(model) if weight.format.widens_in_products}
         return cls(False in found, True in found)
 

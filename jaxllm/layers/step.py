@@ -111,7 +111,7 @@ class Step:
     """Choices that depend on the number of rows."""
     quantization: Mapping[str, Any] | None = None
     """How kernels quantise what products multiply, with what is computed before: options of `pallas_kernels.quantize`, each device its
-    part of a vector with a scale of its own; None: each product does it alone, in plain JAX, with the scale of the whole vector."""
+    part of a vector with a separate scale; None: each product does it alone, in plain JAX, with the scale of the whole vector."""
     features: dict[int, Array] = field(default_factory=dict)
     """[T, D] each: the sum of embedding and earlier layers that enters a layer, before any norm, whole on every device."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)

@@ -62,7 +62,7 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
         }
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        """Those of `stored`, with names and shapes of scales that the checkpoint has, where they fit."""
+        """As `stored`, but scales have the names and shapes that the checkpoint has, where they fit."""
         found: dict[str, Expected] = {}
         for tensor in parts["codes"].source.tensors:
             weight = _weight(module_of(tensor), tensor.shape[0], self._num_inputs(parts))

@@ -1,4 +1,4 @@
-"""What checkpoints with fp8 weights say of themselves, and their tensors as plain numbers."""
+"""Reads the description of a checkpoint with fp8 weights, and its tensors as plain numbers."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ class Fp8Checkpoint(WeightFormat):
     """Modules that are not quantised: parts of dotted names, or regular expressions that begin with `re:`."""
     kv_cache: bool = False
     static_activations: bool = False
-    """Scales of activations are stored. They are not used: activations stay as they are, or each token gets a scale of its own."""
+    """Scales of activations are stored. They are not used: activations stay as they are, or each token gets a scale in every step."""
 
     methods: ClassVar[tuple[str, ...]] = ("fp8", "compressed-tensors")
     unused: ClassVar[str] = rf"\.(input_scale|activation_scale|{UNUSED})$"
