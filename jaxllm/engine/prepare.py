@@ -327,7 +327,7 @@ def warn_of_widened_experts(models: Iterable[nnx.Module], dtype: str) -> None:
     """Warn if products on a GPU widen the weights of all experts in each step."""
     if any(Widened.of(model).experts for model in models):
         logger.warning(
-            "no kernel for this GPU multiplies the weights of experts as they are stored, so each step widens them all: start with "
+            "each step widens the weights of all experts, because no kernel is chosen that multiplies them as they are stored: start with "
             "--dequantize if they fit into memory in %s, or on a Hopper GPU with --attention-implementation mosaic, which checks kernels",
             dtype,
         )
