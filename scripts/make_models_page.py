@@ -89,8 +89,8 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 | weights in the checkpoint | weights in the model |
 |---|---|
 | fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
-| fp8, a scale per block | 16 bits; with `--quantization fp8` fp8 with a scale per channel |
-| fp8 of experts, heads and others outside of linear layers | 16 bits |
+| fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; with `--quantization fp8` fp8 with a scale per channel |
+| fp8, a scale per channel or tensor, of experts; fp8 of heads and others outside of linear layers | 16 bits |
 | fp8 with plain activations, or of some layers where others are in another format | as stored, widened inside products |
 | NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |
 | MXFP4 of gpt-oss's experts | as stored on a GPU in bfloat16; 16 bits elsewhere, and where devices would share a block of 32 values |
@@ -100,13 +100,14 @@ keep the model's type, also where the checkpoint was made for activations in 4 o
 embedding and what latents are multiplied with become the model's type while they are read, and with `--dequantize` all
 these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece.
 
-On Hopper GPUs with JAX 0.11 or later, kernels multiply weights of linear layers and experts in int4, int8, fp8, NVFP4,
-MXFP4, MXFP8 and nf4 in engines in bfloat16: by default on kinds of GPU on which they were verified
-([H100](verified/NVIDIA_H100_80GB_HBM3.md), [H200](verified/NVIDIA_H200.md)), on others with
+On Hopper GPUs with JAX 0.11 or later, kernels multiply weights of linear layers and experts in int4, int8, fp8 (by
+block, and weight-only), NVFP4, MXFP4, MXFP8 and nf4 in engines in bfloat16: by default on kinds of GPU on which they
+were verified ([H100](verified/NVIDIA_H100_80GB_HBM3.md), [H200](verified/NVIDIA_H200.md)), on others with
 `--attention-implementation mosaic`, after the check at the start found them right in the model's shapes. They take
 groups of a multiple of 16 inputs on each device, and no minimums (GGUF's Q4_K, Q5_K, Q4_1 and Q5_1); nf4's table is
 rounded to bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check
-fails, and of fp4 and IQ4_NL always. `--attention-implementation xla` turns these kernels off, with all others.
+fails, and of fp4 and IQ4_NL always. Of experts that is slow, because all of them are widened in each step: where memory
+suffices, `--dequantize` is faster. `--attention-implementation xla` turns these kernels off, with all others.
 gpt-oss's experts have kernels of their own.
 
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no

@@ -144,7 +144,7 @@ def candidates(
     if has_tiles:
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     encoder = model.vision or model.audio
-    if tensor_size(mesh) == 1 and (widths := quantized_widths(model)):
+    if widths := quantized_widths(model, tensor_size(mesh)):
         is_left_out = is_plain or not may_quantize_by_kernels(wanted, on_gpu=on_gpu)
         found["quantize"] = ("xla",) if is_left_out else _quantize_candidates(model, widths, on_gpu=on_gpu)
     if is_plain:
@@ -168,14 +168,14 @@ def candidates(
     }
 
 
-def quantized_widths(model: ModelConfig) -> tuple[int, ...]:
-    """The widths of the vectors that products of layers quantise, where kernels may do that; empty: no product does, or it is left to
-    plain JAX, as in layers without keys and values."""
+def quantized_widths(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
+    """The widths of the vectors that products of layers quantise on a device, where kernels may do that; empty: no product does, or it is
+    left to plain JAX, as in layers without keys and values."""
     if not model.quantizes_inputs or model.latent_attentions or model.delta_nets:
         return ()
     dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
-    widths = [model.hidden_size, *(part.num_heads * part.head_dim for part in model.attentions)]
-    return tuple(dict.fromkeys([*widths, *(mlp.width for mlp in dense if mlp is not None)]))
+    split = [*(part.num_heads * part.head_dim for part in model.attentions), *(mlp.width for mlp in dense if mlp is not None)]
+    return tuple(dict.fromkeys([model.hidden_size, *(width // num_devices for width in split)]))
 
 
 def _quantize_candidates(model: ModelConfig, widths: tuple[int, ...], *, on_gpu: bool) -> tuple[str, ...]:

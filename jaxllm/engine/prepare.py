@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from jaxllm.kernel_policy import KernelPolicy, platform_policy
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
-from jaxllm.layers.build import build_model
+from jaxllm.layers.build import Widened, build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.log import logger
@@ -141,6 +141,9 @@ class Prepared:
                 model_config.dtype,
             )
 
+        if starts and not on_cpu:
+            warn_of_widened_experts([stage.model for stage in stages], model_config.dtype)
+
         def make(kernels: Kernels) -> DeviceRunner:
             of_kernels = resolved.replace(attention_implementation=kernels.attention)
             return _runner(of_kernels, model_config, meshes, stages, kernels, policy, processors, times, features)
@@ -241,7 +244,8 @@ def lay_out(
 ) -> tuple[Stage, ...]:
     """The stages of an engine, one without a pipeline.
 
-    make_plan: takes weight_bytes, and drafter or layers as `memory_plan` does. Raises ConfigError for layers that cannot be divided so.
+    make_plan: takes weight_bytes, widened, and drafter or layers as `memory_plan` does.
+    Raises ConfigError for layers that cannot be divided so.
     """
     topology = Topology.of(config.parallel)
     size = topology.tensor
@@ -249,10 +253,11 @@ def lay_out(
     def plan_of(part: CausalLM, layers: range) -> MemoryPlan:
         num_bytes = weight_bytes(part, size, topology.data) + _adapter_bytes(features, part, size)
         num_bytes += memory_bytes(config, model, part)
+        widened = Widened.of(part)
         if len(layers) < model.num_layers:
-            return make_plan(weight_bytes=num_bytes, layers=layers)
+            return make_plan(weight_bytes=num_bytes, widened=widened, layers=layers)
         num_bytes += _drafter_bytes(features.drafter, config, model)
-        return make_plan(weight_bytes=num_bytes, drafter=features.drafter)
+        return make_plan(weight_bytes=num_bytes, widened=widened, drafter=features.drafter)
 
     return make_stages(config, model, plan_of)
 
@@ -263,6 +268,7 @@ def _plan(
     policy: KernelPolicy,
     *,
     weight_bytes: int,
+    widened: Widened,
     work_bytes: int | None = None,
     drafter: Drafter | None = None,
     layers: range | None = None,
@@ -272,6 +278,7 @@ def _plan(
         memory_plan,
         model=model,
         weight_bytes=weight_bytes,
+        widened=widened,
         work_bytes=work_bytes,
         drafter=drafter,
         layers=layers,
@@ -315,6 +322,16 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
         except ConfigError as error:
             logger.warning("%s", error)
     return None
+
+
+def warn_of_widened_experts(models: Iterable[nnx.Module], dtype: str) -> None:
+    """Warn if products on a GPU widen the weights of all experts in each step."""
+    if any(Widened.of(model).experts for model in models):
+        logger.warning(
+            "each step widens the weights of all experts, because no kernel is chosen that multiplies them as they are stored: start with "
+            "--dequantize if they fit into memory in %s, or on a Hopper GPU with --attention-implementation mosaic, which checks kernels",
+            dtype,
+        )
 
 
 def weight_bytes(model: nnx.Module, num_devices: int, num_ranks: int = 1) -> int:

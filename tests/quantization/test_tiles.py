@@ -54,6 +54,7 @@ CONFIGS = {
     "mxfp8": of_floats(8, "mxfp8-quantized", "group", 32),
     "nvfp4": of_floats(4, "nvfp4-pack-quantized", "tensor_group", 16),
     "mxfp4": of_floats(4, "mxfp4-pack-quantized", "group", 32),
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [32, 32]},
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
 GROUP_OF_NF4 = 64
