@@ -14,7 +14,7 @@ from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
 from jaxllm.observations import COPY_BLOCKS, Observations
 from jaxllm.scheduler.cache_observer import TierListener
-from jaxllm.scheduler.cache_tier import TierStep
+from jaxllm.scheduler.cache_tier import NOTHING, TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
 KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
@@ -61,7 +61,7 @@ class HostTier:
         self.contents = Contents(copies.num_slots, protected_share, self._note_change)
         self._listener: TierListener | None = None
         self._numbers = itertools.count(1)
-        self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)
+        self._stores, self._has_stores = Stores(stores, self.contents, self._numbers, copies.max_blocks), bool(stores)
         self._free_staging = list(range(copies.num_staging))
         self._gathering: dict[int, StoreCopy] = {}
         """Stores whose copy is under way, by its number."""
@@ -186,22 +186,28 @@ class HostTier:
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        over, self._over = [*self._over, *self._copies.finished()], []
-        for copy in over:
-            self._take_in(copy)
+        if over := [*self._over, *self._copies.finished()]:
+            self._over = []
+            for copy in over:
+                self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
             self._make_ready(self._stored.popleft().contents)
-        self._stores.take_in()
+        if self._has_stores:
+            self._stores.take_in()
+            self._stores.write_ahead()
+        if not self._loads:
+            return NOTHING
         loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
         for number, _ in loaded:
             del self._loads[number]
-        self._stores.write_ahead()
         return TierStep(self._scatters(), loaded)
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
         return self._stages()
 
     def wait_for_stores(self, num_tokens: int) -> None:
+        if not self._gathering:
+            return
         num_free = max(0, len(self._free_staging) - KEPT_FOR_LOADS) * self._copies.max_blocks
         if num_free >= self.num_cold / STEPS_AHEAD:
             return

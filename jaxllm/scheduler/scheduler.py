@@ -665,7 +665,7 @@ class Scheduler:
         """Record how long a step took that began when the step before it ended."""
         if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
-        if self.cache_manager.loading is not None:
+        if self.cache_manager.loading is not None and plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
             self.cache_manager.loading.note_step(plan.num_tokens, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:

@@ -32,8 +32,9 @@ class Storing:
 
     def begin_step(self) -> list[AnyDeviceOp]:
         """A step is about to be planned. Returns the operations that store cold contents."""
-        self._leaving.clear()
-        self._used.clear()
+        if self._leaving:  # of a step that could not be planned
+            self._leaving.clear()
+            self._used.clear()
         if self._num_cold and self._pool.num_allocated - self._num_allocated >= _COLD_PART * self._num_cold:
             return self.store_ahead()
         return []

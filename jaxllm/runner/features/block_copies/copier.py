@@ -43,6 +43,8 @@ class BlockCopier(OpRunner):
         self._staged_sums: dict[int, np.ndarray] = {}
         """uint32 [devices, n, H]: the checksums that staged contents should have, by staging buffer."""
         self._finished: list[FinishedCopy] = []
+        self._num_under_way = 0
+        """Copies that began and that `finished` did not return."""
         self._changed = threading.Condition()
         self._is_woken = False
         self._transfer: Transfer | None = None
@@ -69,10 +71,13 @@ class BlockCopier(OpRunner):
 
     def finished(self) -> list[FinishedCopy]:
         """The copies that are over since the last call. Raises EngineDeadError if a thread ended, whose copies will never be over."""
+        if not self._num_under_way:
+            return []
         if dead := [thread.name for thread in self._threads if not thread.is_alive]:
             raise EngineDeadError(f"the thread {dead[0]}, which copies blocks to and from host memory, has ended")
         with self._changed:
             found, self._finished = self._finished, []
+        self._num_under_way -= len(found)
         return found
 
     def wait(self, seconds: float) -> None:
@@ -89,6 +94,7 @@ class BlockCopier(OpRunner):
 
     def _submit(self, thread: int, op: CopyBlocks, finish: Finish) -> None:
         self._threads[thread].submit(partial(self._finish, op, finish))
+        self._num_under_way += 1
 
     def _finish(self, op: CopyBlocks, finish: Finish) -> None:
         try:
