@@ -500,6 +500,7 @@ def test_a_thread_that_has_ended_ends_the_engine() -> None:
     copier = core.runner.op_runner(GatherBlocks)
     copier._threads[1]._calls.put(("no call", None))
     copier._threads[1]._thread.join()
+    copier.run(StageBlocks(1, 0, [0]))
     core.add_request(make_request("a", [1, 2, 3], max_tokens=2).spec)
     with pytest.raises(EngineDeadError, match="kv-load, which copies blocks"):
         while core.has_unfinished_requests():
