@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
@@ -63,6 +63,11 @@ class Contents:
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._found
+
+    def missing(self, names: Sequence[bytes]) -> list[bytes]:
+        """Those of these contents that are not there. For many at a time."""
+        found = self._found
+        return [name for name in names if name not in found]
 
     def get(self, name: bytes) -> Content | None:
         """The content of a name, ready or not."""

@@ -82,13 +82,13 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        behind = self._stores.find([name for name in names if name not in self.contents])
+        behind = self._stores.find(self.contents.missing(names))
         return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()
-        behind = self._stores.find([name for name in names if name not in self.contents])
+        behind = self._stores.find(self.contents.missing(names))
         if not self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
             here = [name for name in names if self.contents.is_ready(name)]
             return here if len(here) < len(names) else ()
@@ -105,7 +105,7 @@ class HostTier:
                 self.contents.protect(content)
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
-        behind = self._stores.find([name for name in names if name not in self.contents])
+        behind = self._stores.find(self.contents.missing(names))
         here = {name: content.read_from for name in names if (content := self.contents.get(name)) is not None}
         return [behind[name].name if name in behind else here.get(name) or _SOURCE for name in names]
 
@@ -153,7 +153,8 @@ class HostTier:
         self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes]
     ) -> tuple[list[AnyDeviceOp], int]:
         """The operations, and the number of contents for which there is no slot or staging buffer."""
-        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name not in self.contents]
+        missing = set(self.contents.missing(names))
+        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name in missing] if missing else []
         ops: list[AnyDeviceOp] = []
         num_taken = 0
         while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
@@ -175,7 +176,7 @@ class HostTier:
         return ops, len(new) - num_taken
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
-        return [name for name in names if name not in self.contents]
+        return self.contents.missing(names)
 
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:

@@ -279,8 +279,10 @@ class Loading:
         """How many of the next `count` free blocks can be taken with no loss: tiers have their contents, or store them in this step."""
         if not count:
             return 0
-        self._ops += self._storing.store_ahead(count)
         blocks = self._manager.pool.next_free(count)
+        if not self._storing.unstored(blocks):
+            return count
+        self._ops += self._storing.store_ahead(count)
         lost = self._storing.unstored(blocks)
         return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 

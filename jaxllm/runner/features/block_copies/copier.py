@@ -1,6 +1,7 @@
 """Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads meanwhile."""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,6 +26,9 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.worker_thread import WorkerThread
 
 Finish = Callable[[], FinishedCopy]
+_SWITCH_SECONDS = 0.0005
+"""The longest time for which one thread's Python holds up another's. By default it is as long as two copies take, whose ends the threads
+here would report so much later."""
 
 
 class BlockCopier(OpRunner):
@@ -181,6 +185,7 @@ class BlockCopier(OpRunner):
             with self._runner.times.part("host memory"):
                 self._transfer = self._opening.result()
             self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         shape = Gather(self.format.num_copies).staging(self._runner.shapes)
         zeros = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=shape.sharding)
         self._staging = jax.block_until_ready([zeros() for _ in range(self.num_staging)])
