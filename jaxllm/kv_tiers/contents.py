@@ -82,10 +82,10 @@ class Contents:
         content = self.get(name)
         return content is not None and content.is_ready
 
-    def can_be_loaded(self, name: bytes) -> bool:
-        """Whether a content is ready, or will be once a store has read it."""
-        content = self.get(name)
-        return content is not None and (content.is_ready or content.is_being_read)
+    def loadable(self, names: Sequence[bytes]) -> set[bytes]:
+        """Those of these contents that are ready, or will be once a store has read them. For many at a time."""
+        found = self._found
+        return {name for name in names if (each := found.get(name)) is not None and (each.is_ready or each.is_being_read)}
 
     def make_ready(self, content: Content) -> None:
         """A content is complete, and right."""

@@ -82,8 +82,7 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        behind = self._stores.find(self.contents.missing(names))
-        return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
+        return self.contents.loadable(names) | self._stores.find(self.contents.missing(names)).keys()
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:

@@ -94,8 +94,8 @@ class Loading:
 
     # Steps
 
-    def begin_step(self, step_id: int, done_step_id: int) -> None:
-        """A step is about to be planned: process what has arrived."""
+    def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False) -> None:
+        """A step is about to be planned: process what has arrived. others_run: whether requests run, beside those that load."""
         now = time.monotonic()
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now
@@ -107,7 +107,8 @@ class Loading:
                 self._end_loaded(tier, found.loaded)
         if self._loads:
             self._end_late()
-        self._ops += self._storing.begin_step()
+        # Where nothing else needs blocks, loads store what they evict themselves, and are not held up by more.
+        self._ops += self._storing.begin_step(stores_cold=others_run or not self._loads)
 
     def _end_loaded(self, tier: CacheTier, loaded: Iterable[tuple[int, Sequence[bool]]]) -> None:
         copies = {copy.load_id: (load, copy) for load in self._loads.values() for copy in load.copies if copy.tier is tier}

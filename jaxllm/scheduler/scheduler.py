@@ -318,7 +318,8 @@ class Scheduler:
             for room in self.chunk_rooms:
                 room.begin_step(decodes=decodes)
         if self.cache_manager.loading is not None:
-            self.cache_manager.loading.begin_step(self._step_id + 1, self._done_step_id)
+            loading = self.cache_manager.loading
+            loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running))
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders)

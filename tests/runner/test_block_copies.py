@@ -332,7 +332,7 @@ def cuda_copies(
     """10 slots, locked in pieces of 3, for blocks on 2 devices."""
     layout = CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8)
     format, fake = BlockFormat.of(layout, 2, num_copies), FakeCuda()
-    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
     monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096 + 100)
     arena = Arena(10 * 4096, format)
     arena.open()
@@ -404,7 +404,7 @@ def test_a_small_piece_tells_whether_memory_can_be_locked(
     monkeypatch: pytest.MonkeyPatch, limit: int, arena_bytes: int, expected: int
 ) -> None:
     fake, tried = FakeCuda(), list[int]()
-    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     fake.cudaHostUnregister = lambda address: tried.append(fake.locked.pop(address.value or 0)) or 0  # type: ignore[method-assign]
     cuda.check_locking(arena_bytes, 0)
@@ -468,7 +468,7 @@ def opening(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeCuda, BlockCopier]:
     """A copier on a GPU, whose memory other processes may map."""
     fake = FakeCuda()
     format = BlockFormat.of(CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8), 1)
-    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
     monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     runner = SimpleNamespace(shapes=SimpleNamespace(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("devices",))))

@@ -26,9 +26,9 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.worker_thread import WorkerThread
 
 Finish = Callable[[], FinishedCopy]
-_SWITCH_SECONDS = 0.0005
-"""The longest time for which one thread's Python holds up another's. By default it is as long as two copies take, whose ends the threads
-here would report so much later."""
+_SWITCH_SECONDS = 0.0001
+"""The longest time for which one thread's Python holds up another's. By default it is 5 ms, twice the time of a copy: whenever a thread
+gives Python up to launch something, it may have to wait so long for the threads of copies, and these for it."""
 
 
 class BlockCopier(OpRunner):

@@ -86,7 +86,7 @@ class CudaTransfer:
                 if is_out and device % num_copies:
                     continue  # another device has the same
                 ordinal = part.device.local_hardware_id  # type: ignore[union-attr]
-                self._runtime.call("cudaSetDevice", ordinal)  # of this thread
+                self._runtime.begin("cudaSetDevice", ordinal)  # of this thread
                 stream = self._streams[direction, ordinal]
                 spans.append(_Span(self._runtime, ordinal, stream))
                 rows, offset = part.unsafe_buffer_pointer(), device // num_copies * row_bytes
@@ -95,7 +95,7 @@ class CudaTransfer:
                     of_slots = (_at(self._base + slot * self._slot_bytes + offset), ctypes.c_size_t(self._slot_bytes))
                     to, source = (of_slots, of_rows) if is_out else (of_rows, of_slots)
                     shape = (ctypes.c_size_t(row_bytes), ctypes.c_size_t(count))
-                    self._runtime.call("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
+                    self._runtime.begin("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
                 spans[-1].end()
         except BaseException:
             with contextlib.suppress(CudaError):
@@ -126,9 +126,9 @@ class _Span:
 
     def _record(self) -> None:
         event = ctypes.c_void_p()
-        self._runtime.call("cudaEventCreate", ctypes.byref(event))
+        self._runtime.begin("cudaEventCreate", ctypes.byref(event))
         self._events.append(event)
-        self._runtime.call("cudaEventRecord", event, self._stream)
+        self._runtime.begin("cudaEventRecord", event, self._stream)
 
     def end(self) -> None:
         """Whatever is begun from now on is another copy's."""
@@ -137,17 +137,17 @@ class _Span:
     def wait(self) -> float:
         """Return its seconds when it is over, or if it never ended when all that the stream had to do is."""
         milliseconds = ctypes.c_float()
-        self._runtime.call("cudaSetDevice", self._ordinal)
+        self._runtime.begin("cudaSetDevice", self._ordinal)
         try:
             if len(self._events) < 2:
                 self._runtime.call("cudaStreamSynchronize", self._stream)
             else:
                 self._runtime.call("cudaEventSynchronize", self._events[1])
-                self._runtime.call("cudaEventElapsedTime", ctypes.byref(milliseconds), *self._events)
+                self._runtime.begin("cudaEventElapsedTime", ctypes.byref(milliseconds), *self._events)
         finally:
             for event in self._events:
                 with contextlib.suppress(CudaError):
-                    self._runtime.call("cudaEventDestroy", event)
+                    self._runtime.begin("cudaEventDestroy", event)
         return milliseconds.value / 1e3
 
 
@@ -190,22 +190,29 @@ class _Runtime:
     """CUDA's runtime, the library that JAX has loaded if it is in sight."""
 
     def __init__(self) -> None:
-        self._library = _load()
+        self._waiting, self._library = _load()
         self._library.cudaGetErrorName.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises CudaError unless the call succeeds."""
-        code = getattr(self._library, name)(*arguments)
+        """Make a call that may take long, while other threads run Python. Raises CudaError unless it succeeds."""
+        self._check(name, getattr(self._waiting, name)(*arguments))
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Make a call that returns within microseconds: to give Python up for it, and get it back from other threads, would take longer.
+        Raises CudaError unless it succeeds."""
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, code: int) -> None:
         if code:
             raise CudaError(f"{name} failed: {self._library.cudaGetErrorName(code).decode()}")
 
 
-def _load() -> ctypes.CDLL:
-    """Raises ConfigError if there is none."""
+def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
+    """The library, whose calls give Python up or keep it. Raises ConfigError if there is none."""
     tried = dict.fromkeys(itertools.chain(_loaded(), _installed(), ("libcudart.so.13", "libcudart.so.12", "libcudart.so")))
     for path in tried:
         try:
-            return ctypes.CDLL(path)
+            return ctypes.CDLL(path), ctypes.PyDLL(path)
         except OSError:
             continue
     raise ConfigError(
