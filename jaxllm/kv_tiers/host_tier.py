@@ -82,7 +82,11 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        return self.contents.loadable(names) | self._stores.find(self.contents.missing(names)).keys()
+        here, behind = self.contents.loadable(names), self._stores.find(self.contents.missing(names))
+        if not behind:
+            return here
+        found = {*here, *behind}
+        return [name for name in names if name in found]
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
@@ -94,7 +98,8 @@ class HostTier:
         self._protect(names)  # what is read must not take their place
         if behind:
             # They are loaded a part at a time, but read at once: host memory has room for them before the blocks are free.
-            self._stores.read([name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)])
+            ahead = [name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)]
+            self._stores.read(ahead, ahead=True)
             self._protect(names)  # nor what is stored until they are loaded
         return names
 
@@ -124,8 +129,7 @@ class HostTier:
             (index for index, name in enumerate(names) if name in found), key=lambda i: found[names[i]].is_being_read
         )
         for start in range(0, len(indices), size):
-            # Neighbouring slots are copied at once: in order of the sequence they run backwards, as its end is stored first.
-            part = sorted(indices[start : start + size], key=lambda i: found[names[i]].slot)
+            part = indices[start : start + size]
             load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
         for content in found.values():
             content.read_from = None
@@ -347,6 +351,7 @@ class HostTier:
                 if not part.contents:
                     load.num_left -= 1
                     continue
+                part.sort()
                 number, part.staging = next(self._numbers), self._free_staging.pop()
                 self._staging_parts[number] = part
                 ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))

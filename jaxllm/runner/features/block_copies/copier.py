@@ -1,6 +1,7 @@
 """Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads meanwhile."""
 
 import contextlib
+import mmap
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from jaxllm.device_ops import CopyBlocks, DeviceOp, FinishedCopy, GatherBlocks, 
 from jaxllm.errors import EngineDeadError
 from jaxllm.parallel.arrays import delete
 from jaxllm.runner.features.block_copies import programs
-from jaxllm.runner.features.block_copies.arena import Arena
+from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, place
 from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_locking
 from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
@@ -146,7 +147,7 @@ class BlockCopier(OpRunner):
 
     def _to_device(self, op: StageBlocks) -> Waiting:
         assert self._transfer is not None
-        self._staged_sums[op.staging] = np.repeat(self.arena.sums[op.slots].swapaxes(0, 1), self.format.num_copies, axis=0)
+        self._staged_sums[op.staging] = np.repeat(self.arena.sums_of(op.slots).swapaxes(0, 1), self.format.num_copies, axis=0)
         return self._transfer.to_device(self._staging[op.staging], op.slots)
 
     def _arrived(self, op: StageBlocks, wait: Waiting) -> FinishedCopy:
@@ -202,6 +203,35 @@ class BlockCopier(OpRunner):
         except BaseException:
             self.arena.close()
             raise
+
+    # Slots that another process lends
+
+    def add_region(self, memory: mmap.mmap) -> int:
+        """See Regions."""
+        assert self._transfer is not None
+        number = self.arena.add_region(memory)
+        try:
+            self._transfer.add_region(number, self.arena.regions[number])
+        except RuntimeError:
+            del self.arena.regions[number]
+            raise
+        return number
+
+    def remove_region(self, number: int) -> None:
+        """See Regions."""
+        self._drain()
+        if self._transfer is not None:
+            self._transfer.remove_region(number)
+        del self.arena.regions[number]
+
+    def slot(self, region: int, index: int, sums: np.ndarray) -> int:
+        """See Regions."""
+        self.arena.regions[region].sums[index] = sums
+        return region << REGION_BITS | index
+
+    def region_of(self, slot: int) -> int:
+        """See Regions."""
+        return place(slot)[0]
 
     @property
     def _is_on_gpus(self) -> bool:
