@@ -38,7 +38,8 @@ class HostTier:
     loaded when the step of that plan is done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan, whose
     verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
 
-    Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged.
+    Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged, or
+    staged from slots that they lend.
     """
 
     patience_seconds = PATIENCE_SECONDS
