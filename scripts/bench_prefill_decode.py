@@ -1,4 +1,4 @@
-"""Measures `jaxllm serve --prefill 1 --decode 1` beside two plain engines, each on a GPU of its own; prints a Markdown table with goals.
+"""Compares `jaxllm serve --prefill 1 --decode 1` with two plain engines, each on a separate GPU; prints a Markdown table with goals.
 
 usage: bench_prefill_decode.py MODEL_DIR [--only roles|plain] [--json FILE] [--server-flags='…']
 
@@ -54,7 +54,7 @@ class Sizes:
     """Prompt and most tokens of the answer of running requests."""
     num_running: int = 32
     seconds: float = 6.0
-    """Of each of both parts of `between`."""
+    """Duration of each part of `between`: alone, and with arriving prompts."""
     repeats: int = 3
     threshold: int = 1024
     host_gib: float = 48.0
@@ -98,7 +98,7 @@ class Client:
 
 @dataclass
 class Found:
-    """What one server showed."""
+    """Results of one server."""
 
     answers: list[list[int]]
     first_ms: dict[int, float]
@@ -123,7 +123,7 @@ async def measure(url: str, sizes: Sizes) -> Found:
 
 
 async def _between(asked: Client, sizes: Sizes) -> tuple[tuple[float, float], tuple[float, float], int]:
-    """Time between tokens of running requests, alone and beside arriving prompts, and how many of these came."""
+    """Time between tokens of running requests, alone and while prompts arrive, and how many of these came."""
     gaps: list[tuple[float, float]] = []
 
     async def run() -> None:

@@ -61,12 +61,12 @@ class Contents:
         self.num_slots, self._on_change = num_slots, on_change
         self._free = list(range(num_slots - 1, -1, -1))
         self._found: dict[bytes, Content] = {}
-        """All of them, which are in one of these three."""
+        """All contents, each in one of the next three."""
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
         self._lent: dict[bytes, Content] = {}
         self._not_given_back: set[Content] = set()
-        """Contents that stores lend, also those that are not found any more."""
+        """Lent contents, including those that are not found any more."""
         self._max_protected = int(protected_share * num_slots)
         self.num_added = self.num_evicted = self.num_lost = 0
         """Contents that got a slot, contents that made room for others, and those of them that no store took."""
@@ -79,7 +79,7 @@ class Contents:
         return name in self._found
 
     def missing(self, names: Sequence[bytes]) -> list[bytes]:
-        """Those of these contents that are not there. For many at a time."""
+        """The contents among these that cannot be found. One call for many, as a prompt has thousands."""
         found = self._found
         return [name for name in names if name not in found]
 
@@ -97,7 +97,7 @@ class Contents:
         return content is not None and content.is_ready
 
     def loadable(self, names: Sequence[bytes]) -> list[bytes]:
-        """Those of these contents that are ready, or will be once a store has read them. For many at a time."""
+        """The contents among these that are ready, or will be once a store has read them."""
         found = self._found
         return [name for name in names if (each := found.get(name)) is not None and (each.is_ready or each.is_being_read)]
 

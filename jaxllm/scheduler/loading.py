@@ -95,7 +95,7 @@ class Loading:
     # Steps
 
     def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False) -> None:
-        """A step is about to be planned: process what has arrived. others_run: whether requests run, beside those that load."""
+        """A step is about to be planned: process what has arrived. others_run: whether any request runs."""
         now = time.monotonic()
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now

@@ -43,7 +43,7 @@ class FakeStore:
         self.share_lost, self.share_damaged = share_lost, share_damaged
         self.is_lender = lends
         self.lent: set[int] = set()
-        """Slots of its own, behind the others, that were not given back."""
+        """Lent slots, which follow the others, that were not given back."""
         self.contents: dict[bytes, Any] = {}
         self.listener: TierListener | None = None
         self.tells = False

@@ -52,12 +52,12 @@ class _Read:
     num_left: int
     """Batches that are not over."""
     slots: list[int] = field(default_factory=list)
-    """Where contents are that it lends."""
+    """The slots of contents that it lends."""
     began: float = field(default_factory=time.monotonic)
 
 
 _Pull = tuple[_Lease, list[int], "Future[Any]"]
-"""Of a lease, the contents with these indices in the read. The future has for each whether it came, or its slot."""
+"""A lease, the indices of its contents in the read, and the future that has for each whether it came, or its slot."""
 
 
 class PeerStore:
