@@ -103,9 +103,7 @@ def test_only_what_is_needed_is_loaded_with_lazy_warm_up(artifact):
 
 def engine(directory: Path, **options) -> EngineCore:
     model = str(goldens.golden(NAME).directory)
-    return EngineCore(
-        EngineConfig.from_options(model=model, **{**OPTIONS, "compiled_artifact": str(directory), **options})
-    )
+    return EngineCore(EngineConfig.from_options(model=model, **{**OPTIONS, "compiled_artifact": str(directory), **options}))
 
 
 def test_an_engine_that_differs_is_told_everything_in_which_it_does(artifact):

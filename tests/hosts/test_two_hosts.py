@@ -149,10 +149,9 @@ def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
     ("killed", "name", "layout"),
     [
         (0, host_scenario.NAME, {"tensor_parallel_size": 4}),
-        (1, host_scenario.NAME, {"tensor_parallel_size": 4}),
         (1, rank_scenario.NAME, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["host 0 of one mesh", "host 1 of one mesh", "of two ranks of two"],
+    ids=["host 0 of one mesh", "host 1 of two ranks of two"],
 )
 def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, name, layout):
     model = goldens.golden(name)
