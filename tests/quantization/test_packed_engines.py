@@ -1,4 +1,4 @@
-"""Engines whose weights stay in 4 bits, and what works on weights: experts on each device, adapters, sleep and drafts."""
+"""Engines whose weights stay in 4 bits, and what works on weights: experts on each device, adapters and sleep. Drafts: test_tiles.py."""
 
 import functools
 
@@ -99,10 +99,3 @@ def _after(llm, level):
         llm.wake_up()
     [output] = llm.generate({"prompt_token_ids": PROMPT}, PARAMS, use_tqdm=False)
     return list(output.outputs[0].token_ids)
-
-
-@pytest.mark.slow
-def test_a_packed_draft_model_drafts_for_a_packed_model(checkpoints):
-    packed, plain = checkpoints("llama_gqa")
-    drafter = {"method": "draft_model", "model": str(packed), "num_speculative_tokens": 2}
-    assert_alike(answers(packed, speculative_config=drafter), answers(plain))
