@@ -39,6 +39,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
@@ -251,6 +253,22 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         residual_multiplier=0.5,
         attention_multiplier=0.2,
     ),
+    "lfm2": Lfm2Config(
+        **{**SIZES, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 72},
+        layer_types=["conv", "full_attention"],
+        conv_bias=True,
+        conv_L_cache=4,
+        block_multiple_of=16,
+    ),
+    "lfm2_moe": Lfm2MoeConfig(
+        **{**SIZES, "num_hidden_layers": 3},
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        routed_scaling_factor=1.5,
+    ),
     "ernie4_5_moe": Ernie4_5_MoeConfig(
         **SIZES, moe_num_experts=8, moe_k=3, moe_num_shared_experts=2, moe_intermediate_size=32, moe_layer_start_index=1
     ),
@@ -338,6 +356,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
                 is_tied = config.tie_word_embeddings and "embed" in name
                 weight.normal_(0, scale / 8 if is_tied else scale)
             weight.copy_(weight.to(torch.bfloat16))  # what the file will hold
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of routers, for the choice of experts
+                buffer.copy_(torch.empty_like(buffer).uniform_(-0.2, 0.2).to(torch.bfloat16))
     return model.eval()
 
 

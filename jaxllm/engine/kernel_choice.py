@@ -157,7 +157,7 @@ def candidates(
 def quantized_widths(model: ModelConfig) -> tuple[int, ...]:
     """The widths of the vectors that products of layers quantise, where kernels may do that; empty: no product does, or it is left to
     plain JAX, as in layers without keys and values."""
-    if not model.quantizes_inputs or model.latent_attentions or model.delta_nets:
+    if not model.quantizes_inputs or model.latent_attentions or model.state_mixers:
         return ()
     dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
     widths = [model.hidden_size, *(part.num_heads * part.head_dim for part in model.attentions)]

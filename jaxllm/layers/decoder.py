@@ -17,9 +17,10 @@ from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.norm import AnyNorm, NoNorm, make_norm
 from jaxllm.layers.runs import starts
+from jaxllm.layers.short_conv import GatedShortConv
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, MoE
+from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, MoE, ShortConv
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels.quantize import Sums, scaled
 
@@ -28,10 +29,11 @@ Run = tuple[Array, Any]
 as `Step.add_and_norm` makes it."""
 
 
-_ATTENTION: dict[type, Callable[..., GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta]] = {
+_ATTENTION: dict[type, Callable[..., GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | GatedShortConv]] = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
     GatedDeltaNet: GatedDelta,
+    ShortConv: GatedShortConv,
 }
 
 

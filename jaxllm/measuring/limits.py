@@ -15,7 +15,7 @@ from jax import lax
 from jaxllm.cache_spec import RowState, cache_specs, row_bytes
 from jaxllm.layers.build import bytes_per_expert_value, num_parameters
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import GatedDeltaNet, MoE
+from jaxllm.model_parts import MoE, StateMixer
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ModelCost:
         idle = sum((moe.routing.num_experts - moe.routing.top_k) * 3.0 * moe.width * c.hidden_size for moe in mixtures)
         per_token = 2.0 * (num_parameters(replace(c, vision=None, audio=None)) - embedding - idle)
         attentions = collections.Counter(layer.attention for layer in c.layers)
-        per_token += sum(n * a.flops_per_token for a, n in attentions.items() if isinstance(a, GatedDeltaNet))
+        per_token += sum(n * a.flops_per_token for a, n in attentions.items() if isinstance(a, StateMixer))
         cache_bytes = {layer.attention: size for layer, size in zip(c.layers, self._layer_cache_bytes(), strict=True)}
         flops, cache, num_tokens, num_later = 0.0, 0.0, 0.0, 0.0
         for prompt, output in requests:

@@ -6,10 +6,11 @@ module for each.
 
 from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, QueryScale
 from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
-from jaxllm.model_parts.decoder import Head, Layer, Names, Positions
+from jaxllm.model_parts.decoder import Head, Layer, Names, Positions, StateMixer, TokenMixer
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope, RopeKind
+from jaxllm.model_parts.short_conv import ShortConv
 from jaxllm.model_parts.vision import Merger, MergerLinear, Vision, VisionEncoder, VisionFamily, VisionLayer
 
 __all__ = [
@@ -35,6 +36,9 @@ __all__ = [
     "RopeKind",
     "Routing",
     "Scoring",
+    "ShortConv",
+    "StateMixer",
+    "TokenMixer",
     "Vision",
     "VisionEncoder",
     "VisionFamily",

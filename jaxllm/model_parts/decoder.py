@@ -6,13 +6,19 @@ from typing import Any
 from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention
 from jaxllm.model_parts.mlp import MLP, MoE
 from jaxllm.model_parts.norm import Norm
+from jaxllm.model_parts.short_conv import ShortConv
+
+StateMixer = GatedDeltaNet | ShortConv
+"""Parts that keep states by row: of `num_heads` heads arrays of `state_shapes`, the first in the model's type, others in float32."""
+TokenMixer = Attention | LatentAttention | StateMixer
+"""Parts by which tokens take from those before them."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
 
-    attention: Attention | LatentAttention | GatedDeltaNet
+    attention: TokenMixer
     mlp: MLP | MoE
     attention_norm: Norm | None
     mlp_norm: Norm | None

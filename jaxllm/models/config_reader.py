@@ -11,8 +11,6 @@ from jaxllm.model_parts import (
     MLP,
     Activation,
     Attention,
-    GatedDeltaNet,
-    LatentAttention,
     Layer,
     MoE,
     Names,
@@ -20,6 +18,7 @@ from jaxllm.model_parts import (
     Rope,
     RopeKind,
     Routing,
+    TokenMixer,
 )
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -245,7 +244,7 @@ class ConfigReader:
         """A LayerNorm with the config's epsilon."""
         return Norm(name, self.number(eps_name, 1e-5), centred=True, bias=bias)
 
-    def pre_norm_layer(self, attention: Attention | LatentAttention | GatedDeltaNet, mlp: MLP | MoE, **fields: Any) -> Layer:
+    def pre_norm_layer(self, attention: TokenMixer, mlp: MLP | MoE, **fields: Any) -> Layer:
         """A layer as Llama has it."""
         return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"), **fields)
 

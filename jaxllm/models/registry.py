@@ -39,6 +39,8 @@ FAMILIES = {
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
+    "Lfm2ForCausalLM": ("lfm2", "jaxllm.models.lfm2:read"),
+    "Lfm2MoeForCausalLM": ("lfm2_moe", "jaxllm.models.lfm2:read_moe"),
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
