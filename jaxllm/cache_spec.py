@@ -170,7 +170,7 @@ def _spec(attention: TokenMixer, config: ModelConfig, disable_windows: bool) -> 
     if isinstance(attention, StateMixer):
         types = (config.dtype, "float32")
         shapes = zip(attention.state_shapes, types, strict=False)
-        return RowState(tuple(StateArray(attention.num_heads, shape, dtype) for shape, dtype in shapes))
+        return RowState(tuple(StateArray(attention.state_heads, shape, dtype) for shape, dtype in shapes))
     if isinstance(attention, LatentAttention):
         return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
     shape = (attention.num_kv_heads, attention.head_dim, dtype)

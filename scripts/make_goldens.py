@@ -39,6 +39,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
@@ -111,6 +112,19 @@ LATENT = {
     "v_head_dim": 20,
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
+}
+GRANITE_HYBRID = {
+    **{**SIZES, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 32},
+    "shared_intermediate_size": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "tie_word_embeddings": True,
 }
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -252,6 +266,22 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         logits_scaling=2.0,
         residual_multiplier=0.5,
         attention_multiplier=0.2,
+    ),
+    "granite_hybrid": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_local_experts": 0},
+        layer_types=["linear_attention", "full_attention"],
+        mamba_n_groups=1,
+        mamba_proj_bias=True,
+    ),
+    "granite_hybrid_moe": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_n_groups=2,
+        mamba_conv_bias=False,
+        time_step_limit=(0.3, 0.8),
+    ),
+    "granite_hybrid_dense": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_local_experts": 0}, layer_types=["full_attention"] * 2, position_embedding_type="rope"
     ),
     "lfm2": Lfm2Config(
         **{**SIZES, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 72},

@@ -13,6 +13,7 @@ from jaxllm.layers.attention import GroupedQueryAttention
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
 from jaxllm.layers.gated_delta_net import GatedDelta
 from jaxllm.layers.latent_attention import MultiHeadLatentAttention
+from jaxllm.layers.mamba2 import Mamba2Mixer
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.norm import AnyNorm, NoNorm, make_norm
@@ -20,7 +21,7 @@ from jaxllm.layers.runs import starts
 from jaxllm.layers.short_conv import GatedShortConv
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, MoE, ShortConv
+from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, Mamba2, MoE, ShortConv
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels.quantize import Sums, scaled
 
@@ -29,10 +30,12 @@ Run = tuple[Array, Any]
 as `Step.add_and_norm` makes it."""
 
 
-_ATTENTION: dict[type, Callable[..., GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | GatedShortConv]] = {
+AnyMixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | Mamba2Mixer | GatedShortConv
+_ATTENTION: dict[type, Callable[..., AnyMixer]] = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
     GatedDeltaNet: GatedDelta,
+    Mamba2: Mamba2Mixer,
     ShortConv: GatedShortConv,
 }
 

@@ -7,6 +7,7 @@ module for each.
 from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, QueryScale
 from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
 from jaxllm.model_parts.decoder import Head, Layer, Names, Positions, StateMixer, TokenMixer
+from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope, RopeKind
@@ -25,6 +26,7 @@ __all__ = [
     "Head",
     "LatentAttention",
     "Layer",
+    "Mamba2",
     "Merger",
     "MergerLinear",
     "MoE",

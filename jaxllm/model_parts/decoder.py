@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention
+from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, MoE
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.short_conv import ShortConv
 
-StateMixer = GatedDeltaNet | ShortConv
-"""Parts that keep states by row: of `num_heads` heads arrays of `state_shapes`, the first in the model's type, others in float32."""
+StateMixer = GatedDeltaNet | Mamba2 | ShortConv
+"""Parts that keep states by row: for each of `state_heads` arrays of `state_shapes`, the first in the model's type, others in float32."""
 TokenMixer = Attention | LatentAttention | StateMixer
 """Parts by which tokens take from those before them."""
 

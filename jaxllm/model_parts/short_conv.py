@@ -26,6 +26,11 @@ class ShortConv:
         return None
 
     @property
+    def state_heads(self) -> int:
+        """See `StateMixer`."""
+        return self.num_heads
+
+    @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes for a row and head: the last inputs of the convolution."""
         return ((self.kernel_size - 1, self.head_dim),)

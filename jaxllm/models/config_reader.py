@@ -12,6 +12,7 @@ from jaxllm.model_parts import (
     Activation,
     Attention,
     Layer,
+    Mamba2,
     MoE,
     Names,
     Norm,
@@ -43,6 +44,8 @@ _LIMITS = (
 """By what is in a key, the first that fits."""
 _LEAST_NUMBER, _MOST_NUMBER = 1e-38, 1e38
 """About what float32 holds."""
+_INFINITY = {"__float__": "Infinity"}
+"""As transformers 5 writes it."""
 _NEUTRAL = {
     "alibi": False,
     "attn_logit_softcapping": None,
@@ -235,6 +238,25 @@ class ConfigReader:
         if activation not in ("silu", "gelu_tanh"):
             self.faults.append(f"hidden_act of experts is {self.raw.get('hidden_act')!r}, supported: silu, gelu_pytorch_tanh")
         return MoE(routing, width, activation, by_expert=self.expert_parallel, **fields)  # type: ignore[arg-type]
+
+    def mamba2(
+        self, num_heads: int, num_groups: int, head_dim: int, state_size: int, kernel_size: int, norm: Norm, **fields: Any
+    ) -> Mamba2:
+        """Mamba-2 with the time_step_limit of the config."""
+        if num_heads % num_groups:
+            self.faults.append(f"{num_groups} groups of Mamba-2 must divide its {num_heads} heads")
+            num_groups = 1
+        if kernel_size == 1:
+            self.faults.append("the convolution of Mamba-2 sees 1 token, must be at least 2")
+        limit = self._value("time_step_limit")
+        if isinstance(limit, list):
+            limit = [math.inf if value == _INFINITY else value for value in limit]
+        if limit is not None:
+            if not isinstance(limit, list) or len(limit) != 2 or not all(type(x) in (int, float) and x >= 0 for x in limit):
+                self.faults.append(f"time_step_limit is {limit!r}, must be two numbers, none negative")
+            elif tuple(limit) != (0.0, math.inf):
+                fields["time_step_limit"] = (float(limit[0]), float(limit[1]))
+        return Mamba2(num_heads, num_groups, head_dim, state_size, kernel_size, norm, **fields)
 
     def rms_norm(self, name: str, **fields: Any) -> Norm:
         """A norm with the config's epsilon."""

@@ -37,6 +37,7 @@ FAMILIES = {
     "GptOssForCausalLM": ("gpt_oss", "jaxllm.models.gpt_oss:read"),
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", "jaxllm.models.granite_hybrid:read"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
     "Lfm2ForCausalLM": ("lfm2", "jaxllm.models.lfm2:read"),
