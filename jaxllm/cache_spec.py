@@ -165,8 +165,10 @@ def row_bytes(config: ModelConfig) -> int:
     return sum(spec.bytes_per_row for spec in cache_specs(config) if isinstance(spec, RowState))
 
 
-def _spec(attention: TokenMixer, config: ModelConfig, disable_windows: bool) -> CacheSpec | RowState:
+def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bool) -> CacheSpec | RowState:
     dtype = config.kv_cache_dtype
+    if attention is None:
+        return RowState(())
     if isinstance(attention, StateMixer):
         types = (config.dtype, "float32")
         shapes = zip(attention.state_shapes, types, strict=False)

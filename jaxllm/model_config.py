@@ -106,7 +106,7 @@ class ModelConfig(ServedModel):
 
     @property
     def _attentions(self) -> tuple[TokenMixer, ...]:
-        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None))
 
     @property
     def has_rope_sections(self) -> bool:

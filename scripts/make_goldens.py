@@ -47,6 +47,7 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -114,7 +115,10 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 GRANITE_HYBRID = {
-    **{**SIZES, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 32},
+    **SIZES,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 32,
     "shared_intermediate_size": 48,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
@@ -125,6 +129,22 @@ GRANITE_HYBRID = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.2,
     "tie_word_embeddings": True,
+}
+NEMOTRON_H = {
+    **{key: value for key, value in SIZES.items() if key != "num_hidden_layers"},
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 64,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "time_step_min": 1e-9,  # transformers takes it for the least time step of prompts, and for none of later tokens
 }
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -283,6 +303,18 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "granite_hybrid_dense": GraniteMoeHybridConfig(
         **{**GRANITE_HYBRID, "num_local_experts": 0}, layer_types=["full_attention"] * 2, position_embedding_type="rope"
     ),
+    "nemotron_h": NemotronHConfig(
+        **NEMOTRON_H, layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], moe_latent_size=24
+    ),
+    "nemotron_h_moe": NemotronHConfig(
+        **NEMOTRON_H,
+        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"],
+        use_bias=True,
+        use_conv_bias=False,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    ),
     "lfm2": Lfm2Config(
         **{**SIZES, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 72},
         layer_types=["conv", "full_attention"],
@@ -368,7 +400,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     import torch
 
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".sinks"):

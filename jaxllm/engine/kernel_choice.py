@@ -207,6 +207,7 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, expert_types: Sequence[str | No
             interpret=not on_gpu,
         )
         for part in model.mixtures
+        if part.gated
         for weight_dtype in expert_types or (None,)
     )
     return {"expert_choice": choice, "grouped_matmul": experts}
@@ -242,8 +243,8 @@ def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, 
 
 
 def _of_all(candidates: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The names that are in all of these, in the order of the first."""
-    first, *others = candidates
+    """The names that are in all of these, in the order of the first; plain JAX if there are none."""
+    first, *others = list(candidates) or [("xla",)]
     return tuple(name for name in first if all(name in names for names in others))
 
 

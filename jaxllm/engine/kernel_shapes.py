@@ -145,7 +145,7 @@ def _expert_choice(engine: _Engine) -> tuple[expert_choice.Shapes, ...]:
 
 def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     model, tensor_parallel = engine.model, engine.tensor_parallel
-    mixtures = engine.tiles.experts or tuple((part, None) for part in model.mixtures)
+    mixtures = engine.tiles.experts or tuple((part, None) for part in model.mixtures if part.gated)
     return tuple(
         grouped_matmul.Shapes(
             dtype=model.dtype,

@@ -250,8 +250,7 @@ def _with_copies(tensor: Tensor, copies: int, where: int, has_groups: bool) -> T
     distributed. has_groups: whether the next dimension has the query heads of each KV head."""
     if tensor.distributed:
         assert where == 0, "only outputs are"
-        heads, width, *after = tensor.view
-        return replace(tensor, view=(heads * copies, width // copies, *after))
+        return replace(tensor, view=(tensor.view[0] * copies, tensor.view[1] // copies, *tensor.view[2:]))
     if not has_groups or tensor.view[where + 1] == 1:
         assert where == 0, "only keys and values are copied"
         return replace(tensor, copies=copies)

@@ -190,12 +190,14 @@ class Step:
         # Tokens take copies in turn. Each data-parallel rank begins with another one: in a decode it may have a single token.
         return self.slots(name, expert_Tk, start if self.exchange is None else start + self.exchange.rank)
 
-    def experts_of(self, name: str, start: int, *, are_whole: bool) -> Callable[..., Array]:
+    def experts_of(
+        self, name: str, start: int, *, are_whole: bool, plain: Callable[..., Array] | None = None
+    ) -> Callable[..., Array]:
         """The function that computes the chosen experts of a mixture for the tokens from `start` on, as `experts` does. are_whole:
         data-parallel ranks share experts, of which devices have whole ones; else each rank has a share of every expert on each of
-        its devices."""
-        changed = None if self.adapt is None else self.adapt.experts(name, start)
-        found = self.experts if changed is None else changed
+        its devices. plain: what computes experts that no kernel does, which adapters cannot change."""
+        changed = None if self.adapt is None or plain is not None else self.adapt.experts(name, start)
+        found = (plain or self.experts) if changed is None else changed
         return partial(_exchanged, self.exchange, found) if self.exchange is not None and are_whole else found
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Attention, Layer, Mamba2, Routing
+from jaxllm.model_parts import MLP, Attention, Layer, Mamba2, MoE, Routing
 from jaxllm.models import granite
 from jaxllm.models.config_reader import ConfigReader
 
@@ -22,7 +22,7 @@ def read(c: ConfigReader) -> ModelConfig:
     kinds = c.layer_kinds(KINDS, lambda layer: True)
     config = granite.read(c)
     shared = MLP(c.integer("shared_intermediate_size", 1024), **_names("shared_mlp"))
-    mlp = shared
+    mlp: MLP | MoE = shared
     if num_experts := c.count("num_local_experts"):
         routing = Routing(num_experts, c.integer("num_experts_per_tok"), "softmax_of_chosen", router="router.layer")
         mlp = c.moe(routing, c.integer("intermediate_size"), shared=shared, **_names("block_sparse_moe"))

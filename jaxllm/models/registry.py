@@ -49,6 +49,7 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": ("mistral3", "jaxllm.models.mistral3:read"),
     "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
     "MixtralForCausalLM": ("mixtral", "jaxllm.models.mixtral:read"),
+    "NemotronHForCausalLM": ("nemotron_h", "jaxllm.models.nemotron_h:read"),
     "OPTForCausalLM": ("opt", "jaxllm.models.opt:read"),
     "Olmo2ForCausalLM": ("olmo2", "jaxllm.models.olmo:read"),
     "Olmo3ForCausalLM": ("olmo3", "jaxllm.models.olmo:read_olmo3"),

@@ -84,19 +84,19 @@ def host_error(state: Any, constants: tuple[Any, ...], got: Any) -> float:
             continue
         part = slice(start_R1[r], start_R1[r + 1])
         begin = np.zeros(before.shape[1:]) if is_new_R[r] else before[row].astype(np.float64)
-        expected = plain(begin, *(np.asarray(x[part]).astype(np.float64) for x in tokens), np.asarray(skip))
+        expected = plain(begin, np.asarray(skip), *(np.asarray(x[part]).astype(np.float64) for x in tokens))
         errors += map(_difference, (out[part], after[row]), expected)
     return float(np.max(errors))
 
 
 def plain(
     state_KGPS: np.ndarray,
+    skip_KG: np.ndarray,
     x_TKGP: np.ndarray,
     b_TKS: np.ndarray,
     c_TKS: np.ndarray,
     dt_TKG: np.ndarray,
     log_decay_TKG: np.ndarray,
-    skip_KG: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Outputs [T, K, G, P] of one row and its state after them, in NumPy."""
     outs = np.empty(x_TKGP.shape)

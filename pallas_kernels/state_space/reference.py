@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def updated(
-    state: jax.Array, x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, log_decay: jax.Array, skip: jax.Array
+    state: jax.Array, skip: jax.Array, x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, log_decay: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Output [..., K, G, P] of a token, and the state [..., K, G, P, S] after it; leading dimensions are a batch."""
     x, b, c = (each.astype(jnp.float32) for each in (x, b, c))
@@ -34,7 +34,7 @@ def state_space(
         r = jnp.searchsorted(query_start_R1, t, side="right", method="compare_all") - 1
         begins = (t == query_start_R1[r]) & is_new_R[r]
         state = jnp.where(begins, 0, state_NKGPS[row_R[r]])
-        out, state = updated(state, *(x[t] for x in tokens), skip_KG)
+        out, state = updated(state, skip_KG, *(x[t] for x in tokens))
         return out_TKGP.at[t].set(out.astype(out_TKGP.dtype)), state_NKGPS.at[row_R[r]].set(state)
 
     return jax.lax.fori_loop(0, query_start_R1[-1], step, (jnp.zeros_like(x_TKGP), state_NKGPS))
@@ -53,5 +53,5 @@ def state_space_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """See the package."""
     state_RKGPS = jnp.where(is_new_R[:, None, None, None, None], 0, state_NKGPS[row_R])
-    out_RKGP, state_RKGPS = updated(state_RKGPS, x_RKGP, b_RKS, c_RKS, dt_RKG, log_decay_RKG, skip_KG)
+    out_RKGP, state_RKGPS = updated(state_RKGPS, skip_KG, x_RKGP, b_RKS, c_RKS, dt_RKG, log_decay_RKG)
     return out_RKGP.astype(x_RKGP.dtype), state_NKGPS.at[row_R].set(state_RKGPS)

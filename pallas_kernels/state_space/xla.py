@@ -43,8 +43,8 @@ def state_space(
     is_single_R = count_R == 1
     first_R = jnp.minimum(start_R, num_tokens - 1)
     single_row_R = jnp.where(is_single_R, row_R, trash)
-    firsts = [x[first_R] for x in tokens]
-    single_RKGP, state_NKGPS = state_space_decode(*firsts, skip_KG, state_NKGPS, single_row_R, is_new_R)
+    x, b, c, dt, log_decay = (x[first_R] for x in tokens)
+    single_RKGP, state_NKGPS = state_space_decode(x, b, c, dt, log_decay, skip_KG, state_NKGPS, single_row_R, is_new_R)
     out_TKGP = jnp.zeros((num_tokens + CHUNK, *x_TKGP.shape[1:]), x_TKGP.dtype)
     out_TKGP = out_TKGP.at[jnp.where(is_single_R, start_R, num_tokens + CHUNK)].set(single_RKGP, mode="drop")
 
@@ -65,7 +65,7 @@ def state_space(
             return jnp.where(is_real_C.reshape(-1, *(1,) * (x.ndim - 1)), part, 0)
 
         state_KGPS = jnp.where((index == 0) & is_new_R[r], 0, state_NKGPS[row_R[r]])
-        out_CKGP, state_KGPS = _chunk(state_KGPS, *[chunk_of(x) for x in padded], skip_KG)
+        out_CKGP, state_KGPS = _chunk(state_KGPS, skip_KG, *[chunk_of(x) for x in padded])
         kept_CKGP = jax.lax.dynamic_slice_in_dim(out_TKGP, first, CHUNK)
         out_CKGP = jnp.where(is_real_C[:, None, None, None], out_CKGP.astype(out_TKGP.dtype), kept_CKGP)
         out_TKGP = jax.lax.dynamic_update_slice_in_dim(out_TKGP, out_CKGP, first, 0)
@@ -77,12 +77,12 @@ def state_space(
 
 def _chunk(
     state_KGPS: jax.Array,
+    skip_KG: jax.Array,
     x_CKGP: jax.Array,
     b_CKS: jax.Array,
     c_CKS: jax.Array,
     dt_CKG: jax.Array,
     log_decay_CKG: jax.Array,
-    skip_KG: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs of a chunk and the state after it. Tokens of zeros change nothing."""
 
