@@ -15,6 +15,7 @@ from jaxllm.model_parts import (
     Head,
     LatentAttention,
     Layer,
+    Mamba2,
     MoE,
     Names,
     Norm,
@@ -98,6 +99,11 @@ class ModelConfig(ServedModel):
     def delta_nets(self) -> tuple[GatedDeltaNet, ...]:
         """The distinct linear attentions, the same way."""
         return tuple(part for part in self._attentions if isinstance(part, GatedDeltaNet))
+
+    @property
+    def mambas(self) -> tuple[Mamba2, ...]:
+        """The distinct Mamba-2 parts, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, Mamba2))
 
     @property
     def state_mixers(self) -> tuple[StateMixer, ...]:

@@ -142,8 +142,8 @@ NEMOTRON_H = {
     "ssm_state_size": 16,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 32,
     "time_step_min": 1e-9,  # transformers takes it for the least time step of prompts, and for none of later tokens
 }
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -304,7 +304,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         **{**GRANITE_HYBRID, "num_local_experts": 0}, layer_types=["full_attention"] * 2, position_embedding_type="rope"
     ),
     "nemotron_h": NemotronHConfig(
-        **NEMOTRON_H, layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], moe_latent_size=24
+        **NEMOTRON_H, layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], moe_latent_size=16
     ),
     "nemotron_h_moe": NemotronHConfig(
         **NEMOTRON_H,

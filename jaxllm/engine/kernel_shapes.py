@@ -32,6 +32,7 @@ from pallas_kernels.checking import (
     rope_cache_write,
     sampling,
     segment_attention,
+    state_space,
 )
 from pallas_kernels.grouped_matmul.packed import type_of
 from pallas_kernels.quantized_matmul import TILE, decoder_of
@@ -171,6 +172,15 @@ def _gated_delta(engine: _Engine) -> tuple[gated_delta.Shapes, ...]:
     )
 
 
+def _state_space(engine: _Engine) -> tuple[state_space.Shapes, ...]:
+    return tuple(
+        state_space.Shapes(
+            engine.model.dtype, part.num_groups // engine.tensor_parallel, part.group_size, part.head_dim, part.state_size
+        )
+        for part in engine.model.mambas
+    )
+
+
 def _lora(engine: _Engine) -> tuple[lora.Shapes, ...]:
     adaptation = engine.adaptation
     if adaptation is None:
@@ -307,6 +317,7 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "expert_choice": _expert_choice,
     "grouped_matmul": _grouped_matmul,
     "gated_delta": _gated_delta,
+    "state_space": _state_space,
     "lora": _lora,
     "mla_attention": _mla_attention,
     "quantized_matmul": _quantized_matmul,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
 compute_experts = jax.jit(experts, static_argnames=("activation", "implementation", "interpret"))
 gated_delta = jax.jit(gated_delta_rule.gated_delta, static_argnames=("implementation", "interpret"))
-state_space = jax.jit(state_space_recurrence.state_space, static_argnames=("implementation",))
+state_space = jax.jit(state_space_recurrence.state_space, static_argnames=("implementation", "interpret"))
 
 
 def call_layer(block: Any, next_norm: Any, runs: Any, step: "Step") -> Any:
@@ -81,7 +81,7 @@ class Step:
     """States of layers that keep one by row; None where there are none."""
     gated_delta: Callable[..., tuple[Array, Array]] = partial(gated_delta, implementation="xla")
     """Outputs and states of the gated delta rule: `pallas_kernels.gated_delta.gated_delta`."""
-    state_space: Callable[..., tuple[Array, Array]] = state_space
+    state_space: Callable[..., tuple[Array, Array]] = partial(state_space, implementation="xla")
     """Outputs and states of Mamba-2's recurrence: `pallas_kernels.state_space.state_space`."""
     adapt: Adapt | None = None
     """None: no token has an adapter."""

@@ -1,11 +1,13 @@
 """Mamba-2's recurrence: near what NumPy computes token by token in float64; states of rows that take no part stay as they are."""
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals, same_bits
 from pallas_kernels.state_space import state_space
 
@@ -13,6 +15,8 @@ TOLERANCE = {"float32": 5e-5, "float16": 2e-3, "bfloat16": 1e-2}
 """Bound of the largest difference of outputs or states, relative to the largest value: outputs are rounded."""
 COUNTS = (1, 130, 2, 1, 17)
 """Tokens of the rows of a mixed step."""
+_MAX_GROUPS = 4
+"""Groups of a case at an engine's start: each is computed alike."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,16 @@ class Shapes:
     """Heads of each group."""
     head_dim: int
     state_size: int
+
+
+def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
+    """A step that mixes prompts with single tokens, and one of single tokens, both with padding."""
+    shapes = replace(shapes, num_groups=min(shapes.num_groups, _MAX_GROUPS))
+    call = functools.partial(state_space_of_state, implementation=implementation, interpret=interpret)
+    return [
+        Case(name, functools.partial(host_arrays, shapes, counts), {implementation: call}, host_error, TOLERANCE[shapes.dtype])
+        for name, counts in (("mixed", COUNTS), ("decode", None))
+    ]
 
 
 def state_space_of_state(

@@ -28,11 +28,18 @@ import importlib
 
 import jax
 
+from pallas_kernels.verified import is_verified
+
 IMPLEMENTATIONS = {
+    "triton": "pallas_kernels.state_space.triton",
     "reference": "pallas_kernels.state_space.reference",
     "xla": "pallas_kernels.state_space.xla",
 }
-"""Each module has state_space, and state_space_decode for rows of one token."""
+"""Each module has state_space, state_space_decode for rows of one token, and supports(platform, head_dim, state_size, interpret)."""
+
+PREFERENCE = ("triton", "xla")
+PLAIN = ("xla", "reference")
+"""Implementations in plain JAX."""
 
 
 def state_space(
@@ -47,22 +54,47 @@ def state_space(
     is_new_R: jax.Array,
     query_start_R1: jax.Array | None,
     *,
-    implementation: str = "xla",
+    implementation: str | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs of a ragged batch of tokens, and the states after it.
 
-    implementation: a key of IMPLEMENTATIONS. Raises ValueError for another, and for shapes that do not fit together.
+    implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default backend.
+    interpret: run a Pallas kernel as plain JAX, on any platform.
+    Raises ValueError for shapes that do not fit together and for what the implementation does not take.
     """
     tokens = (x_TKGP, b_TKS, c_TKS, dt_TKG, log_decay_TKG)
     _check_shapes(*tokens, skip_KG, state_NKGPS)
+    shape = {"head_dim": x_TKGP.shape[-1], "state_size": b_TKS.shape[-1]}
+    if implementation is None:
+        implementation = choose(platform=jax.default_backend(), **shape)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"no implementation {implementation!r} of the state-space recurrence; there are {', '.join(IMPLEMENTATIONS)}"
         )
     module = importlib.import_module(IMPLEMENTATIONS[implementation])
+    # An explicit choice is not held to the platform: a program may be compiled here for a GPU elsewhere.
+    if not module.supports(platform="gpu", interpret=interpret, **shape):
+        raise ValueError(
+            f"implementation {implementation!r} of the state-space recurrence does not take states of {shape['head_dim']} × "
+            f"{shape['state_size']} values; use 'xla'"
+        )
     if query_start_R1 is None:
-        return module.state_space_decode(*tokens, skip_KG, state_NKGPS, row_R, is_new_R)
-    return module.state_space(*tokens, skip_KG, state_NKGPS, row_R, is_new_R, query_start_R1)
+        return module.state_space_decode(*tokens, skip_KG, state_NKGPS, row_R, is_new_R, interpret=interpret)
+    return module.state_space(*tokens, skip_KG, state_NKGPS, row_R, is_new_R, query_start_R1, interpret=interpret)
+
+
+def candidates(*, platform: str, head_dim: int, state_size: int, interpret: bool = False) -> tuple[str, ...]:
+    """The names of PREFERENCE that take a case, the fastest first; "xla" takes every case."""
+    case = {"platform": platform, "head_dim": head_dim, "state_size": state_size, "interpret": interpret}
+    return tuple(name for name in PREFERENCE if importlib.import_module(IMPLEMENTATIONS[name]).supports(**case))
+
+
+def choose(*, platform: str, head_dim: int, state_size: int) -> str:
+    """The first of `candidates` that is plain JAX or was verified on the kind of the first device."""
+    names = candidates(platform=platform, head_dim=head_dim, state_size=state_size)
+    trusted = platform == "gpu" and is_verified(jax.local_devices()[0].device_kind, "state_space")
+    return next(name for name in names if trusted or name in PLAIN)
 
 
 def _check_shapes(

@@ -4,6 +4,10 @@ import jax
 import jax.numpy as jnp
 
 
+def supports(*, platform: str, head_dim: int, state_size: int, interpret: bool = False) -> bool:
+    return True
+
+
 def updated(
     state: jax.Array, skip: jax.Array, x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, log_decay: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -25,6 +29,8 @@ def state_space(
     row_R: jax.Array,
     is_new_R: jax.Array,
     query_start_R1: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See the package."""
     tokens = (x_TKGP, b_TKS, c_TKS, dt_TKG, log_decay_TKG)
@@ -50,6 +56,8 @@ def state_space_decode(
     state_NKGPS: jax.Array,
     row_R: jax.Array,
     is_new_R: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See the package."""
     state_RKGPS = jnp.where(is_new_R[:, None, None, None, None], 0, state_NKGPS[row_R])

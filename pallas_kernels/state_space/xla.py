@@ -11,16 +11,23 @@ from the chunk's beginning,
 All is computed in float32. A model's own chunk_size is one of its training: results do not depend on it.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
 from pallas_kernels.state_space.reference import state_space_decode
 
-__all__ = ["CHUNK", "state_space", "state_space_decode"]
+__all__ = ["CHUNK", "state_space", "state_space_decode", "supports"]
 
 CHUNK = 128
 """Tokens (C)."""
+Decode = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def supports(*, platform: str, head_dim: int, state_size: int, interpret: bool = False) -> bool:
+    return True
 
 
 def state_space(
@@ -34,8 +41,11 @@ def state_space(
     row_R: jax.Array,
     is_new_R: jax.Array,
     query_start_R1: jax.Array,
+    *,
+    decode: Decode = state_space_decode,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See the package."""
+    """See the package. decode: computes the rows of one token."""
     num_tokens, trash = len(x_TKGP), len(state_NKGPS) - 1
     tokens = [x_TKGP, b_TKS, c_TKS, dt_TKG, log_decay_TKG]
     start_R, count_R = query_start_R1[:-1], jnp.diff(query_start_R1)
@@ -44,7 +54,7 @@ def state_space(
     first_R = jnp.minimum(start_R, num_tokens - 1)
     single_row_R = jnp.where(is_single_R, row_R, trash)
     x, b, c, dt, log_decay = (x[first_R] for x in tokens)
-    single_RKGP, state_NKGPS = state_space_decode(x, b, c, dt, log_decay, skip_KG, state_NKGPS, single_row_R, is_new_R)
+    single_RKGP, state_NKGPS = decode(x, b, c, dt, log_decay, skip_KG, state_NKGPS, single_row_R, is_new_R)
     out_TKGP = jnp.zeros((num_tokens + CHUNK, *x_TKGP.shape[1:]), x_TKGP.dtype)
     out_TKGP = out_TKGP.at[jnp.where(is_single_R, start_R, num_tokens + CHUNK)].set(single_RKGP, mode="drop")
 

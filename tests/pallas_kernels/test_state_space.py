@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels.checking.state_space import COUNTS, TOLERANCE, Shapes, host_arrays, host_error, state_space_of_state
-from pallas_kernels.state_space import IMPLEMENTATIONS, state_space
+from pallas_kernels.state_space import IMPLEMENTATIONS, PLAIN, state_space
 from pallas_kernels.state_space.xla import CHUNK
+from tests.helpers.slow import slow_except
 
 SHAPES = Shapes("float32", 2, 3, 8, 16)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", slow_except(PLAIN, IMPLEMENTATIONS))
 def test_steps_of_chunks_and_decodes_equal_the_rows_token_by_token(implementation):
     """Rows of a token and of several chunks in one step, new rows over NaN, padding; then a token of each of the same rows."""
-    run = jax.jit(functools.partial(state_space_of_state, implementation=implementation))
+    run = jax.jit(functools.partial(state_space_of_state, implementation=implementation, interpret=True))
     state, constants = host_arrays(SHAPES, (*COUNTS, 2 * CHUNK))
     out, after = run(state, *constants)
     assert host_error(state, constants, (out, after)) < TOLERANCE["float32"]
