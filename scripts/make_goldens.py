@@ -134,7 +134,7 @@ NEMOTRON_H = {
     **{key: value for key, value in SIZES.items() if key != "num_hidden_layers"},
     "hidden_size": 48,
     "num_attention_heads": 6,
-    "intermediate_size": 64,
+    "intermediate_size": 40,
     "head_dim": 8,
     "mamba_num_heads": 8,
     "mamba_head_dim": 8,
@@ -143,7 +143,7 @@ NEMOTRON_H = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 24,
     "time_step_min": 1e-9,  # transformers takes it for the least time step of prompts, and for none of later tokens
 }
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
