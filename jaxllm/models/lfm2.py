@@ -8,6 +8,7 @@ from jaxllm.model_parts import MLP, Layer, MoE, Routing, ShortConv
 from jaxllm.models.config_reader import ConfigReader
 
 DEFAULTS = {
+    "intermediate_size": 12288,
     "max_position_embeddings": 128_000,
     "rope_theta": 1_000_000.0,
     "num_key_value_heads": 8,
