@@ -9,7 +9,21 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.log import warn_once
-from jaxllm.model_parts import Attention, Encoder, GatedDeltaNet, Head, LatentAttention, Layer, MoE, Names, Norm, Positions
+from jaxllm.model_parts import (
+    Attention,
+    Encoder,
+    GatedDeltaNet,
+    Head,
+    LatentAttention,
+    Layer,
+    Mamba2,
+    MoE,
+    Names,
+    Norm,
+    Positions,
+    StateMixer,
+    TokenMixer,
+)
 from jaxllm.served_model import ServedModel
 from jaxllm.weight_format import WeightFormat
 
@@ -100,8 +114,18 @@ class ModelConfig(ServedModel):
         return tuple(part for part in self._attentions if isinstance(part, GatedDeltaNet))
 
     @property
-    def _attentions(self) -> tuple[Attention | LatentAttention | GatedDeltaNet, ...]:
-        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+    def mambas(self) -> tuple[Mamba2, ...]:
+        """The distinct Mamba-2 parts, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, Mamba2))
+
+    @property
+    def state_mixers(self) -> tuple[StateMixer, ...]:
+        """The distinct parts that keep states by row, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, StateMixer))
+
+    @property
+    def _attentions(self) -> tuple[TokenMixer, ...]:
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None))
 
     @property
     def has_rope_sections(self) -> bool:

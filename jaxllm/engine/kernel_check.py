@@ -43,6 +43,7 @@ from pallas_kernels.checking import (
     rope_cache_write,
     sampling,
     segment_attention,
+    state_space,
 )
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import Fault, check
@@ -61,6 +62,7 @@ _CASES: dict[str, Any] = {
     "quantized_matmul": quantized_matmul.cases,
     "sampling": sampling.cases,
     "segment_attention": segment_attention.cases,
+    "state_space": state_space.cases,
 }
 
 

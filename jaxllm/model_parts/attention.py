@@ -202,6 +202,11 @@ class GatedDeltaNet:
         return None
 
     @property
+    def state_heads(self) -> int:
+        """See `StateMixer`."""
+        return self.num_key_heads
+
+    @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes for a row and key head: the last inputs of the convolution, and the matrices of its value heads."""
         return (self.kernel_size - 1, self.num_channels), (self.group_size, self.key_dim, self.value_dim)

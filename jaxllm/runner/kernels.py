@@ -12,6 +12,7 @@ OPS = (
     "expert_choice",
     "grouped_matmul",
     "gated_delta",
+    "state_space",
     "lora",
     "quantize",
     "segment_attention",
@@ -36,6 +37,8 @@ class Kernels:
     """Experts of a mixture."""
     gated_delta: str = "xla"
     """States of linear attention."""
+    state_space: str = "xla"
+    """States of Mamba-2."""
     lora: str = "xla"
     """The terms that adapters add to products."""
     quantize: str = ""

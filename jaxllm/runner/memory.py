@@ -329,7 +329,7 @@ def estimate_work_bytes(
     waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology, policy)
     largest = -(-num_tokens // topology.context) * per_token * itemsize
     if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts
-        attended = max(layer.attention.values_per_token for layer in set(model.layers))
+        attended = max(layer.attention.values_per_token for layer in set(model.layers) if layer.attention is not None)
         largest += num_tokens * (2 * attended // size + model.hidden_size) * itemsize
     return int(1.25 * (largest + sampling + states)) + widened_bytes + waiting + (64 << 20)
 

@@ -19,6 +19,8 @@ NUM_BLOCKS = {"mistral_window": 8, "qwen2_window": 16}
         ("llama_mha", 8),  # a KV head for each query head, split
         ("llama_bias", 8),  # two KV heads, copied; a bias that is added once, after the sum over devices
         ("qwen2_window", 2),  # biases that are split; windows
+        ("granite_hybrid", 2),  # states of one group's heads, whose vectors are copied
+        ("lfm2", 2),  # states by row, biases of convolutions
         ("qwen3", 8),  # norms of heads; one table of the vocabulary for both ends
     ],
 )
