@@ -26,6 +26,8 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -34,14 +36,19 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    HYV3Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -60,6 +67,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
 
 if TYPE_CHECKING:
     import torch  # imported where it is needed, because VARIANTS are read without it too
@@ -242,6 +250,77 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         topk_group=2,
         rope_parameters={**DEEP_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
     ),
+    "deepseek_v32": DeepseekV32Config(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=256,
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=2,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "glm_moe_dsa": GlmMoeDsaConfig(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=256,
+        index_topk_freq=2,
+    ),
+    "mistral4": Mistral4Config(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={
+            "type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "dots1": Dots1Config(
+        **{**SIZES, "num_hidden_layers": 3},
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        moe_intermediate_size=32,
+        n_group=2,
+        first_k_dense_replace=1,
+        sliding_window=16,
+        max_window_layers=2,
+        routed_scaling_factor=2.5,
+    ),
+    "minimax_m2": MiniMaxM2Config(
+        **{**WIDE, "intermediate_size": 32},
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rotary_dim=8,
+    ),
+    "hy_v3": HYV3Config(
+        **{**WIDE, "num_hidden_layers": 3},
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        moe_intermediate_size=32,
+    ),
     "granite_moe": GraniteMoeConfig(
         **{**SIZES, "intermediate_size": 32},
         num_local_experts=6,
@@ -310,6 +389,11 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 }
 
 
+def architecture(config: PreTrainedConfig) -> str:
+    """The name of the class with a head. transformers lists Mistral 4's with models that see images."""
+    return ARCHITECTURES.get(config.model_type, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
+
+
 def kept() -> list[str]:
     """The variants that have a golden in tests/goldens."""
     return sorted(path.parent.name for path in FOLDER.glob("*/golden.json"))
@@ -320,7 +404,8 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     import torch
 
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model_class = getattr(transformers, architecture(config))
+    model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".sinks"):
@@ -338,6 +423,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
                 is_tied = config.tie_word_embeddings and "embed" in name
                 weight.normal_(0, scale / 8 if is_tied else scale)
             weight.copy_(weight.to(torch.bfloat16))  # what the file will hold
+        for name, bias in model.named_buffers():
+            if name.endswith("correction_bias"):
+                bias.copy_(bias.normal_(0, 0.2).to(torch.bfloat16))
     return model.eval()
 
 

@@ -201,6 +201,16 @@ def test_llama_4_serves_one_chunk_of_attention(read):
     assert read({**scout, "text_config": {**text, "no_rope_layers": [0] * 8}}, max_model_len=9000).max_position == 10485760
 
 
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_attention_to_chosen_tokens_serves_sequences_of_which_all_are_chosen(read, architecture):
+    given = {"architectures": [architecture], "max_position_embeddings": 163840, "num_nextn_predict_layers": 1}
+    config = read(given, max_model_len=2048)
+    assert config.max_position == 2048
+    assert "model.layers.4.self_attn.indexer." in config.names.ignored
+    with pytest.raises(ModelLoadError, match="max_model_len is 2049, but index_topk is 2048, .* use --max-model-len 2048"):
+        read(given, max_model_len=2049)
+
+
 def test_overrides_are_laid_over_the_file(read):
     config = read(overrides={"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert config.max_position == 128
@@ -283,6 +293,19 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
             "moe_layer_end_index is 2.5, must be an int",
         ),
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": ["0"]}, "mlp_only_layers is .'0'., must be a list"),
+        (
+            {"architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1, 0], "use_routing_bias": False},
+            "use_routing_bias is False, supported: True; attn_type_list is .1, 0., supported: only 1",
+        ),
+        ({"architectures": ["HYV3ForCausalLM"], "qk_norm": False}, "qk_norm is False, supported: True"),
+        (
+            {"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": ["dense", "moe"] * 2},
+            "mlp_layer_types is .*, must be 4 of sparse or dense",
+        ),
+        (
+            {"architectures": ["Mistral4ForCausalLM"], "partial_rotary_factor": 0.25},
+            "partial_rotary_factor rotates 32 values, supported: all 64 of qk_rope_head_dim",
+        ),
         ({"quantization_config": {"quant_method": "quark"}}, "quant_method 'quark'; supported: "),
     ],
 )

@@ -189,8 +189,13 @@ class HeadNorm(nnx.Module):
         return (wide * factor_T * self.factor.astype(jnp.float32)).astype(x.dtype)
 
 
+def query_factors(scale: QueryScale, positions_T: Array) -> Array:
+    """The factor of queries at each position, float32 [T]."""
+    return 1 + scale.rate * jnp.log1p(jnp.floor((positions_T.astype(jnp.float32) + scale.offset) / scale.step))
+
+
 def _with_scaled_queries(qkv_TKGH: Array, scale: QueryScale, positions_T: Array) -> Array:
-    factor_T = 1 + scale.rate * jnp.log1p(jnp.floor((positions_T.astype(jnp.float32) + scale.offset) / scale.step))
+    factor_T = query_factors(scale, positions_T)
     is_query_G = np.arange(qkv_TKGH.shape[2]) < qkv_TKGH.shape[2] - 2
     factor_TG = jnp.where(is_query_G, factor_T[:, None], 1)
     return (qkv_TKGH * factor_TG[:, None, :, None]).astype(qkv_TKGH.dtype)

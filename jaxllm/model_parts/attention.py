@@ -122,6 +122,7 @@ class LatentAttention:
     """Norm of the queries' latents, if queries have latents."""
     query_dim: int | None = None
     """Width of these."""
+    query_scale: QueryScale | None = None
     bias: bool = False
     """Whether the products that give latents, and the output, have biases."""
     name: str = "self_attn"

@@ -93,6 +93,8 @@ class MoE:
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     """One name without {}: a tensor of all experts."""
     down: str = "experts.{}.down_proj"
+    ending: str = ".weight"
+    """What the names of tensors that are not transposed end with."""
     transposed: bool = False
     """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`."""
     alternating: bool = False

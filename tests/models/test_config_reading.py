@@ -4,17 +4,16 @@ import dataclasses
 import json
 
 import pytest
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
 
 from jaxllm.model_parts import MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.models.registry import FAMILIES
-from scripts.make_goldens import FOLDER, VARIANTS
+from scripts.make_goldens import FOLDER, VARIANTS, architecture
 from scripts.make_picture_goldens import VARIANTS as PICTURES
 
 
 def read(directory, config, raw):
-    (directory / "config.json").write_text(json.dumps({**raw, "architectures": [ARCHITECTURES[config.model_type]]}))
+    (directory / "config.json").write_text(json.dumps({**raw, "architectures": [architecture(config)]}))
     return load_model_config(directory)
 
 
