@@ -67,7 +67,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
+from transformers.models.auto import modeling_auto
 
 if TYPE_CHECKING:
     import torch  # imported where it is needed, because VARIANTS are read without it too
@@ -390,8 +390,9 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    """The name of the class with a head. transformers lists Mistral 4's with models that see images."""
-    return ARCHITECTURES.get(config.model_type, f"{type(config).__name__.removesuffix('Config')}ForCausalLM")
+    """The name of the class with a head. transformers lists Mistral 4's with those of models that see images."""
+    texts, images = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return texts.get(config.model_type) or images[config.model_type]
 
 
 def kept() -> list[str]:

@@ -44,6 +44,8 @@ FAMILIES = {
     "HYV3ForCausalLM": ("hy_v3", "jaxllm.models.hy3:read"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", "jaxllm.models.deepseek:read_kimi_k25"),
+    "Kimi_K25ForConditionalGeneration": ("kimi_k25", "jaxllm.models.deepseek:read_kimi_k25"),
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
