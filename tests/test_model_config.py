@@ -343,6 +343,9 @@ def test_directories_that_are_no_models(tmp_path):
         load_model_config(tmp_path / "none")
     with pytest.raises(ModelLoadError, match="has no config.json"):
         load_model_config(tmp_path)
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="has no config.json but params.json, Mistral's own form"):
+        load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelLoadError, match="is not JSON"):
         load_model_config(tmp_path)
