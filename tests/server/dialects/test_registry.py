@@ -29,6 +29,7 @@ TEMPLATES = {
     "<tool_call></tool_call> </think><response>": ("hermes", "ernie45"),
     "<TOOLCALL>{{ call }}</TOOLCALL>": ("nemotron_json", None),
     "<ifm|think><ifm|tool_calls><ifm|tool_call><ifm|arg_key>": ("k2_horizon", "k2_horizon"),
+    "<tool_call:{{ suffix }}>{{ name }}<tool_sep:{{ suffix }}><arg_key:{{ suffix }}></think:": ("hy_v3", "hy_v3"),
     "[INST] {{ message.content }} [/INST]": (None, None),
     "": (None, None),
 }  # fmt: skip
