@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import (
+    AfmoeConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -44,8 +45,10 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     HYV3Config,
+    LagunaConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral4Config,
@@ -106,6 +109,7 @@ def rope(**parameters: Any) -> PreTrainedConfig:
 
 WIDE = {**SIZES, "head_dim": 16}
 """Heads that are wider together than the model."""
+NARROW = {**SIZES, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 3}
 WINDOWED = {"sliding_window": 16, "num_hidden_layers": 4}
 LATENT = {
     **SIZES,
@@ -321,6 +325,40 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         num_shared_experts=2,
         moe_intermediate_size=32,
     ),
+    "laguna": LagunaConfig(
+        **NARROW,
+        num_attention_heads_per_layer=[4, 8, 4],
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        moe_routed_scaling_factor=2.5,
+        rope_parameters={
+            "full_attention": {**DEEP_YARN, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "mimo_v2_flash": MiMoV2FlashConfig(
+        **{**NARROW, "head_dim": 12},
+        v_head_dim=8,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        routed_scaling_factor=2.5,
+    ),
+    "afmoe": AfmoeConfig(
+        **{**WIDE, "num_hidden_layers": 4},
+        sliding_window=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        route_scale=2.5,
+        mup_enabled=True,
+    ),
     "granite_moe": GraniteMoeConfig(
         **{**SIZES, "intermediate_size": 32},
         num_local_experts=6,
@@ -406,7 +444,8 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
 
     torch.manual_seed(seed)
     model_class = getattr(transformers, architecture(config))
-    model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # which float64 needs
+    model = model_class._from_config(config, dtype=torch.float32, **plain)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".sinks"):

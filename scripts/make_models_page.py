@@ -172,7 +172,8 @@ def _limits() -> list[str]:
         f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. A tiktoken.model, which is "
         f"read where there is no tokenizer.json, has at most {tiktoken_files.MAX_BYTES >> 20} MiB; those of Kimi are known. A GGUF file "
         f"has at most {MAX_TENSORS:,} tensors of 1 to {MAX_DIMENSIONS} dimensions, and {MAX_VALUES:,} values and "
-        f"{MAX_TEXT_BYTES >> 20} MiB of texts in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} characters. An error names a value and its limit.",
+        f"{MAX_TEXT_BYTES >> 20} MiB of texts in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} "
+        "characters. An error names a value and its limit.",
     ]
 
 

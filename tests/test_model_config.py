@@ -297,6 +297,19 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
             {"architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1, 0], "use_routing_bias": False},
             "use_routing_bias is False, supported: True; attn_type_list is .1, 0., supported: only 1",
         ),
+        (
+            {"architectures": ["LagunaForCausalLM"], "gating": "none", "num_attention_heads_per_layer": [8]},
+            "num_attention_heads_per_layer is .8., must be a list of 4 .*gating is 'none', supported: True or 'per-head'",
+        ),
+        (
+            {"architectures": ["LagunaForCausalLM"], "moe_router_logit_softcapping": 5.0},
+            "moe_router_logit_softcapping is 5.0, supported: 0",
+        ),
+        (
+            {"architectures": ["MiMoV2FlashForCausalLM"], "hybrid_layer_pattern": [0, 1, 1, 2], "swa_head_dim": 4},
+            "layer_types is .*'2'.*, must be 4 of sliding_attention or full_attention; swa_head_dim is 4, supported: 192",
+        ),
+        ({"architectures": ["AfmoeForCausalLM"], "score_func": "softmax"}, "score_func is 'softmax', supported: 'sigmoid'"),
         ({"architectures": ["HYV3ForCausalLM"], "qk_norm": False}, "qk_norm is False, supported: True"),
         (
             {"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": ["dense", "moe"] * 2},

@@ -160,7 +160,7 @@ def quantized_widths(model: ModelConfig) -> tuple[int, ...]:
     if not model.quantizes_inputs or model.latent_attentions or model.delta_nets:
         return ()
     dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
-    widths = [model.hidden_size, *(part.num_heads * part.head_dim for part in model.attentions)]
+    widths = [model.hidden_size, *(part.output_width for part in model.attentions)]
     return tuple(dict.fromkeys([*widths, *(mlp.width for mlp in dense if mlp is not None)]))
 
 

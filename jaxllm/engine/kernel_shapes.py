@@ -286,7 +286,7 @@ def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
         quantize.Shapes(
             dtype=model.dtype,
             width=model.hidden_size,
-            of_heads=layer.attention.num_heads * layer.attention.head_dim,
+            of_heads=layer.attention.output_width,
             of_mlp=0 if mlp is None else mlp.width,
             eps=1e-5 if layer.mlp_norm is None else layer.mlp_norm.eps,
         )

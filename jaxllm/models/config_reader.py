@@ -188,6 +188,16 @@ class ConfigReader:
             return (False,) * self.num_layers
         return tuple(kinds[kind] for kind in given)
 
+    def per_layer(self, name: str, otherwise: int) -> list[int]:
+        """A positive integer for each layer, from the list of this name; `otherwise` for all where it is absent."""
+        given = self._value(name)
+        if given is None:
+            return [otherwise] * self.num_layers
+        if not isinstance(given, list) or len(given) != self.num_layers or not all(type(n) is int and n > 0 for n in given):
+            self.faults.append(f"{name} is {given!r}, must be a list of {self.num_layers} positive integers")
+            return [otherwise] * self.num_layers
+        return given
+
     def with_experts(self, layers: list[Layer], moe: MoE) -> list[Layer]:
         """Layers with experts where mlp_layer_types says so, or else in all behind the first first_k_dense_replace."""
         num_dense = self.count("first_k_dense_replace")

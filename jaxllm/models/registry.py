@@ -19,6 +19,7 @@ from jaxllm.models.config_reader import ConfigReader
 Read = Callable[[ConfigReader], ModelConfig]
 
 FAMILIES = {
+    "AfmoeForCausalLM": ("afmoe", "jaxllm.models.afmoe:read"),
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "jaxllm.models.deepseek:read_v2"),
@@ -46,9 +47,11 @@ FAMILIES = {
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
     "KimiK25ForConditionalGeneration": ("kimi_k25", "jaxllm.models.deepseek:read_kimi_k25"),
     "Kimi_K25ForConditionalGeneration": ("kimi_k25", "jaxllm.models.deepseek:read_kimi_k25"),
+    "LagunaForCausalLM": ("laguna", "jaxllm.models.laguna:read"),
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
+    "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "jaxllm.models.mimo:read"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "jaxllm.models.minimax:read"),
     "Ministral3ForCausalLM": ("ministral3", "jaxllm.models.mistral:read_ministral3"),
     "Mistral3ForConditionalGeneration": ("mistral3", "jaxllm.models.mistral3:read"),

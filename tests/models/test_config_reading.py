@@ -26,15 +26,18 @@ def test_numbers_of_a_variant(tmp_path, name):
     assert found.tie_word_embeddings == config.tie_word_embeddings
     heads = config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or [None] * found.num_layers
-    for layer, kind in zip(found.layers, kinds, strict=True):
+    counts = getattr(config, "num_attention_heads_per_layer", None) or [heads] * found.num_layers
+    for layer, kind, count in zip(found.layers, kinds, counts, strict=True):
         if kind == "linear_attention":
             part = layer.attention
             assert (part.num_key_heads, part.num_value_heads) == (config.linear_num_key_heads, config.linear_num_value_heads)
             assert (part.key_dim, part.value_dim) == (config.linear_key_head_dim, config.linear_value_head_dim)
             continue
-        assert layer.attention.num_heads == heads
+        assert layer.attention.num_heads == count
         if hasattr(layer.attention, "num_kv_heads"):
-            assert layer.attention.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            is_doubled = config.model_type == "mimo_v2_flash" and kind == "sliding_attention"
+            assert layer.attention.num_kv_heads == (2 * kv_heads if is_doubled else kv_heads)
             assert layer.attention.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
         if kind is not None:
             assert (layer.attention.window is not None) == (kind == "sliding_attention")
