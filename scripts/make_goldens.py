@@ -66,6 +66,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SarvamMoEConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -359,6 +360,16 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         route_scale=2.5,
         mup_enabled=True,
     ),
+    "sarvam_moe": SarvamMoEConfig(
+        **{**WIDE, "num_hidden_layers": 3},
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        n_group=4,
+        topk_group=2,
+        partial_rotary_factor=0.5,
+    ),
     "granite_moe": GraniteMoeConfig(
         **{**SIZES, "intermediate_size": 32},
         num_local_experts=6,
@@ -428,7 +439,12 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    """The name of the class with a head. transformers lists Mistral 4's with those of models that see images."""
+    """The name of the architecture with a head, as checkpoints on the hub have it."""
+    return "SarvamMoEForCausalLM" if config.model_type == "sarvam_moe" else _class_name(config)
+
+
+def _class_name(config: PreTrainedConfig) -> str:
+    """The class that computes it. transformers lists Mistral 4's with those of models that see images."""
     texts, images = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return texts.get(config.model_type) or images[config.model_type]
 
@@ -443,7 +459,7 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     import torch
 
     torch.manual_seed(seed)
-    model_class = getattr(transformers, architecture(config))
+    model_class = getattr(transformers, _class_name(config))
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # which float64 needs
     model = model_class._from_config(config, dtype=torch.float32, **plain)
     with torch.no_grad():
@@ -467,6 +483,14 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
             if name.endswith("correction_bias"):
                 bias.copy_(bias.normal_(0, 0.2).to(torch.bfloat16))
     return model.eval()
+
+
+def save(model: "torch.nn.Module", directory: Path) -> None:
+    """Write the model's files, with the name of its architecture on the hub."""
+    model.save_pretrained(directory)
+    file = directory / "config.json"
+    raw = {**json.loads(file.read_text(encoding="utf-8")), "architectures": [architecture(model.config)]}
+    file.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def compute(model: "torch.nn.Module", prompt: list[int]) -> tuple[dict[str, Any], float, "torch.Tensor"]:
@@ -527,7 +551,7 @@ def write(name: str, config: PreTrainedConfig, output: Path) -> None:
         raise SystemExit(f"{name}: no seed gave text without ties, loops and large rounding")
     folder = output / name
     shutil.rmtree(folder, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    save(model.to(torch.bfloat16), folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     result = {
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},

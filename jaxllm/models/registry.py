@@ -20,6 +20,7 @@ Read = Callable[[ConfigReader], ModelConfig]
 
 FAMILIES = {
     "AfmoeForCausalLM": ("afmoe", "jaxllm.models.afmoe:read"),
+    "BailingMoeV2ForCausalLM": ("bailing_moe", "jaxllm.models.bailing:read"),
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "jaxllm.models.deepseek:read_v2"),
@@ -74,6 +75,7 @@ FAMILIES = {
     "Qwen3NextForCausalLM": ("qwen3_next", "jaxllm.models.qwen3_next:read"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "jaxllm.models.qwen3_vl:read"),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "jaxllm.models.qwen3_vl:read_moe"),
+    "SarvamMoEForCausalLM": ("sarvam_moe", "jaxllm.models.bailing:read_sarvam"),
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "jaxllm.models.idefics3:read"),
