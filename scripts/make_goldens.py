@@ -44,6 +44,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     HYV3Config,
     LagunaConfig,
     Llama4TextConfig,
@@ -370,6 +372,12 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         topk_group=2,
         partial_rotary_factor=0.5,
     ),
+    "hunyuan_v1_dense": HunYuanDenseV1Config(
+        **WIDE,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0},
+        tie_word_embeddings=True,
+    ),
+    "hunyuan_v1_moe": HunYuanMoEV1Config(**{**WIDE, "intermediate_size": 32}, num_experts=8, moe_topk=3),
     "granite_moe": GraniteMoeConfig(
         **{**SIZES, "intermediate_size": 32},
         num_local_experts=6,

@@ -12,7 +12,7 @@ from jax import Array
 from jaxllm.layers.attend import Projection
 from jaxllm.layers.linear import Init, Linear, abstract_param
 from jaxllm.layers.norm import normed
-from jaxllm.layers.rope import head_order
+from jaxllm.layers.rope import head_order, rope_angles
 from jaxllm.layers.runs import products, products_by_run
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
@@ -20,6 +20,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Norm, QueryScale
 from jaxllm.parallel.shards import Shards
 from pallas_kernels.quantize import Quantized, Sums
+from pallas_kernels.rope_cache_write.xla import apply_rope
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 """Activations of gates."""
@@ -126,7 +127,10 @@ class GroupedQueryAttention(nnx.Module):
         if part.query_scale is not None:
             assert part.head_norms is None, "these are applied later and undo the scale"
             qkv_TKGH = _with_scaled_queries(qkv_TKGH, part.query_scale, step.positions_T)
-        cos_TH, sin_TH = step.angles(part.rope, part.head_dim)
+        rope = part.rope
+        if part.rotates_first:
+            qkv_TKGH, q_norm, k_norm, rope = self._rotated_and_normed(qkv_TKGH, step), None, None, None
+        cos_TH, sin_TH = step.angles(rope, part.head_dim)
         projection = Projection(
             qkv_TKGH=qkv_TKGH,
             cos_TH=cos_TH,
@@ -169,6 +173,13 @@ class GroupedQueryAttention(nnx.Module):
             return jax.nn.sigmoid(gate)
         gate = gate[..., None] if self.part.gate.by_head else gate
         return GATES[self.part.gate.activation](gate.astype(jnp.float32)).astype(gate.dtype)
+
+    def _rotated_and_normed(self, qkv_TKGH: Array, step: Step) -> Array:
+        """Queries and keys rotated, then with the norm of each head."""
+        assert self.q_norm is not None and self.k_norm is not None
+        angles = rope_angles(self.part.rope, self.part.head_dim, step.positions_T)
+        q, k, v = apply_rope(qkv_TKGH[:, :, :-2], angles), apply_rope(qkv_TKGH[:, :, -2], angles), qkv_TKGH[:, :, -1]
+        return jnp.concatenate([self.q_norm.of_each(q), self.k_norm.of_each(k)[:, :, None], v[:, :, None]], axis=2)
 
     def _normed(self, qkv_TKGH: Array, shards: Shards) -> Array:
         """Queries and keys with the norms over all heads, or with those of each head's own weight."""

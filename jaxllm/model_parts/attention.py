@@ -47,6 +47,8 @@ class Attention:
     out_bias: bool = False
     head_norms: tuple[Norm, Norm] | None = None
     """The norms of each query head and each key head, before the rotation; of equal epsilon."""
+    rotates_first: bool = False
+    """Whether these norms follow the rotation."""
     whole_norms: tuple[Norm, Norm] | None = None
     """Norms of queries and keys over all heads together."""
     own_norms: tuple[Norm, Norm] | None = None

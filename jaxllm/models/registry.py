@@ -44,6 +44,8 @@ FAMILIES = {
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
     "HYV3ForCausalLM": ("hy_v3", "jaxllm.models.hy3:read"),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", "jaxllm.models.hunyuan:read"),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe", "jaxllm.models.hunyuan:read_moe"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
     "KimiK25ForConditionalGeneration": ("kimi_k25", "jaxllm.models.deepseek:read_kimi_k25"),
