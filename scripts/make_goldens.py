@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import (
     AfmoeConfig,
+    ApertusConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -378,6 +379,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         tie_word_embeddings=True,
     ),
     "hunyuan_v1_moe": HunYuanMoEV1Config(**{**WIDE, "intermediate_size": 32}, num_experts=8, moe_topk=3),
+    "apertus": ApertusConfig(**SIZES),
     "granite_moe": GraniteMoeConfig(
         **{**SIZES, "intermediate_size": 32},
         num_local_experts=6,

@@ -15,6 +15,8 @@ class MLP:
     width: int
     activation: Activation = "silu"
     gated: bool = True
+    xielu: str | None = None
+    """The module with the numbers of the activation xIELU, which then stands in place of `activation`; without a gate."""
     bias: bool = False
     name: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")

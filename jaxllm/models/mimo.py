@@ -33,6 +33,7 @@ REQUIRED = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "attention_bias": False,
+    "attention_projection_layout": "split",
     "add_full_attention_sink_bias": False,
     "n_shared_experts": 0,
 }

@@ -20,6 +20,7 @@ Read = Callable[[ConfigReader], ModelConfig]
 
 FAMILIES = {
     "AfmoeForCausalLM": ("afmoe", "jaxllm.models.afmoe:read"),
+    "ApertusForCausalLM": ("apertus", "jaxllm.models.apertus:read"),
     "BailingMoeV2ForCausalLM": ("bailing_moe", "jaxllm.models.bailing:read"),
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),

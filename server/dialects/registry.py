@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.thinking import MARKERS
+from server.dialects.apertus import Apertus
 from server.dialects.deepseek import DeepSeek
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.harmony import HARMONY
@@ -17,6 +18,7 @@ from server.dialects.xlam import Xlam
 from server.dialects.xml import GLM45, HY_V3, K2_HORIZON, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls, dsml
 
 TOOL_DIALECTS: dict[str, ToolDialect] = {
+    "apertus": Apertus(),
     "cohere_command3": COHERE,
     "cohere_command4": COHERE,
     "deepseek_v3": DeepSeek(code_block=True),
@@ -140,6 +142,7 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lfm2", ("<|tool_list_start|>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("nemotron_json", ("<TOOLCALL>",)),
+    ("apertus", ("<|tools_prefix|>",)),
     ("olmo3", ("<functions>", "<function_calls>")),
     ("hy_v3", ("<tool_sep",)),
     ("glm45", ("<tool_call>", "<arg_key>")),
