@@ -91,7 +91,8 @@ def read_v32(c: ConfigReader) -> ModelConfig:
     layers = range(config.num_layers + config.num_spare_layers)
     indexers = tuple(f"{config.layer_name(layer)}.self_attn.indexer." for layer in layers)
     max_position = c.longest("index_topk", config.max_position, "attention to chosen tokens of longer sequences")
-    return replace(config, names=replace(config.names, ignored=indexers), max_position=max_position)
+    names = replace(config.names, ignored=(*config.names.ignored, *indexers))
+    return replace(config, names=names, max_position=max_position)
 
 
 def decoder(

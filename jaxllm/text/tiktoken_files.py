@@ -36,14 +36,21 @@ def read_tiktoken(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
         )
     try:
         ranks = _ranks(read_bounded(file, MAX_BYTES, ModelLoadError))
-        special = _special_tokens(config, len(ranks))
+        return _backend(ranks, _special_tokens(config, len(ranks)))
     except ValueError as error:
         raise ModelLoadError(f"{file} is not a tokenizer: {shortened(str(error))}; download it again") from error
+
+
+def _backend(ranks: Mapping[bytes, int], special: list[AddedToken]) -> tokenizers.Tokenizer:
+    """Raises ValueError."""
     vocabulary = {_letters(token): rank for token, rank in ranks.items()}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizer("kimi-k2")
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(special)
+    for id, token in enumerate(special, len(ranks)):
+        if (found := backend.token_to_id(token.content)) != id:
+            raise ValueError(f"added_tokens_decoder gives {token.content!r} the id {id}, but it is the token {found}")
     return backend
 
 
@@ -89,8 +96,6 @@ def _special_tokens(config: Mapping[str, Any], first: int) -> list[AddedToken]:
     for id in range(first, last):
         token = named.get(id, {"content": f"<|reserved_token_{id}|>", "special": True})
         tokens.append(AddedToken(token["content"], special=bool(token.get("special")), normalized=False))
-    if len({token.content for token in tokens}) != len(tokens):
-        raise ValueError("added_tokens_decoder has a token twice")
     return tokens
 
 
