@@ -48,7 +48,7 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
         **dict(_refused("weights are not passed between processes; give the checkpoint's directory", "ipc_cache modelexpress")),
         **dict(_refused("give the checkpoint with safetensors, and config.json and tokenizer.json next to them", "tensorizer")),
         **dict(_taken("auto", "files in the hub's form are read (config.json, model*.safetensors, tokenizer.json), which Mistral's "
-                      "checkpoints have beside their own", "mistral")),
+                      "checkpoints have in addition to their own", "mistral")),
         **dict(_taken("auto", f"{_STORED}; weights that it holds in 16 bits stay so", "bitsandbytes")),
     },
     "quantization": {

@@ -62,7 +62,7 @@ class Attention:
     """Whether the weight of the queries gives each head a gate too, behind its query: the head's output is multiplied by the gate's
     sigmoid."""
     gate: OutputGate | None = None
-    """A gate with a weight of its own."""
+    """A gate with its own weight."""
     value_dim: int | None = None
     """Values of a head's value, if these are fewer than `head_dim`: the cache holds zeros behind them."""
     value_scale: float = 1.0

@@ -96,7 +96,7 @@ class MoE:
     """One name without {}: a tensor of all experts."""
     down: str = "experts.{}.down_proj"
     ending: str = ".weight"
-    """What the names of tensors that are not transposed end with."""
+    """Ending of the names of tensors that are not transposed."""
     transposed: bool = False
     """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`."""
     alternating: bool = False

@@ -1,4 +1,4 @@
-"""Hunyuan, dense and A13B: Llama in which each head of q and k is normalised behind the rotation; A13B with experts beside a shared one.
+"""Hunyuan, dense and A13B: Llama in which each head of q and k is normalised behind the rotation; A13B with experts in addition to a shared one.
 Source: Tencent's Hunyuan releases, 2025.
 """
 

@@ -1,5 +1,5 @@
 """Laguna: layers with and without windows have other numbers of heads and other ropes; each head's output has a gate; experts chosen by
-sigmoids with a correction bias, beside a shared one. Source: poolside's Laguna release, 2026.
+sigmoids with a correction bias, in addition to a shared one. Source: poolside's Laguna release, 2026.
 """
 
 from dataclasses import replace
