@@ -1,5 +1,5 @@
-"""Hunyuan, dense and A13B: Llama in which each head of q and k is normalised behind the rotation; A13B with experts in addition to a shared one.
-Source: Tencent's Hunyuan releases, 2025.
+"""Hunyuan, dense and A13B: Llama in which each head of q and k is normalised behind the rotation; A13B with experts in addition to a
+shared one. Source: Tencent's Hunyuan releases, 2025.
 """
 
 from dataclasses import replace
