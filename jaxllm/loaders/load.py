@@ -85,6 +85,8 @@ def load_checkpoint(
     )
     for told in filter(None, (format.told(config.dtype) for format in config.formats)):
         logger.info("%s", told)
+    if isinstance(model, CausalLM) and (others := [n for n in checkpoint.entries if n.startswith(config.names.ignored)]):
+        logger.info("%s: %d tensors are not used, such as %s", directory, len(others), others[0])
     sizes = [sum(reader.entries[name].num_bytes for name in tensors) for tensors in expected]
     total, done = sum(sizes), 0
     arrays: dict[ParamPath, Array] = {}
