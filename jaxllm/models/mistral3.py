@@ -28,15 +28,14 @@ VISION_DEFAULTS = {
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    text, names, norm = c.text_part(TOWER, PROJECTOR)
+    text, names, norm = c.text_part()
     text.refuse_unless("model_type", "mistral", "ministral3")
     read_text = mistral.read
     if text.raw.get("model_type") == "ministral3":
         read_text = mistral.read_ministral3
     else:
         text = text.with_defaults(**DEFAULTS)
-    is_tied = c.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings"))
-    config = read_text(text, names=names, norm=text.rms_norm(norm), tie_word_embeddings=is_tied)
+    config = read_text(text, names=names, norm=text.rms_norm(norm))
     return replace(config, vision=_vision(c, config.hidden_size, config.norm.eps))
 
 

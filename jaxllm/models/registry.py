@@ -5,6 +5,7 @@ too.
 """
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import operator
@@ -14,6 +15,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, ModelLoadError, shortened
 from jaxllm.model_config import ModelConfig
+from jaxllm.models import text_part
 from jaxllm.models.config_reader import ConfigReader
 
 Read = Callable[[ConfigReader], ModelConfig]
@@ -57,6 +59,10 @@ FAMILIES = {
     "Qwen2AudioForConditionalGeneration": ("qwen2_audio", "jaxllm.models.qwen2_audio:read"),
     "Qwen2ForCausalLM": ("qwen2", "jaxllm.models.qwen2:read"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "jaxllm.models.qwen_moe:read_qwen2_moe"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "jaxllm.models.qwen3_5:read"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "jaxllm.models.qwen3_5:read"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "jaxllm.models.qwen3_5:read_moe"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "jaxllm.models.qwen3_5:read_moe"),
     "Qwen3ForCausalLM": ("qwen3", "jaxllm.models.qwen3:read"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "jaxllm.models.qwen_moe:read_qwen3_moe"),
     "Qwen3NextForCausalLM": ("qwen3_next", "jaxllm.models.qwen3_next:read"),
@@ -69,6 +75,9 @@ FAMILIES = {
     "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
+
+TEXT_MODEL_TYPES = {"kimi_k2": "DeepseekV3ForCausalLM"}
+"""Further model_types of a `text_config`, by the architecture whose names and values these are."""
 
 _LONGEST_NAME = 100
 """Characters of an unknown name that are compared with those of the known."""
@@ -84,8 +93,8 @@ def architectures() -> list[str]:
 def find(raw: Mapping[str, Any], source: object, model_class: str | None = None) -> tuple[str, Read, bool]:
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
-    `Qwen3Model` is `Qwen3ForCausalLM` without one, `Qwen3VLModel` is `Qwen3VLForConditionalGeneration`. model_class: module:name of the
-    function, or of what has it as `read`.
+    `Qwen3Model` is `Qwen3ForCausalLM` without one, `Qwen3VLModel` is `Qwen3VLForConditionalGeneration`. Of an unknown architecture whose
+    `text_config` is of a known one, the text model is read. model_class: module:name of the function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
     by_model_type = {model_type: name for name, (model_type, _) in FAMILIES.items()}
@@ -99,8 +108,26 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     for architecture in dict.fromkeys((name, whole, seeing)):
         if (read := _read_function(architecture)) is not None:
             return architecture, read, architecture == name
+    if name.endswith(("ForConditionalGeneration", "ForCausalLM", "Model")) and (read := _of_text_part(raw)) is not None:
+        return name, read, not name.endswith("Model")
     told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
     raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
+
+
+def _of_text_part(raw: Mapping[str, Any]) -> Read | None:
+    """What reads the text model of a config.json of several models; None: it has none, or one that is not known."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return None
+    by_model_type = {
+        model_type: name for name, (model_type, _) in FAMILIES.items() if not name.endswith("ForConditionalGeneration")
+    }
+    named, model_type = text.get("architectures") or [None], text.get("model_type")
+    of_type = (by_model_type | TEXT_MODEL_TYPES).get(model_type) if isinstance(model_type, str) else None
+    for architecture in (named[0] if isinstance(named, list) else None, of_type):
+        if isinstance(architecture, str) and (read := _read_function(architecture)) is not None:
+            return functools.partial(text_part.read, read_text=read)
+    return None
 
 
 def _known(name: str, model_type: str) -> str:
