@@ -350,7 +350,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     import torch
 
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".sinks"):

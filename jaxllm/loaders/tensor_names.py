@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from jaxllm.errors import ModelLoadError
 from jaxllm.loaders.checkpoint import NUMPY_TYPES, TensorEntry, span_bytes
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
@@ -13,11 +14,16 @@ Entries = Mapping[str, TensorEntry]
 
 
 def as_named_here(config: ModelConfig, entries: Entries) -> Entries:
-    """The tensors of a text model's checkpoint, those of encoders in it included."""
+    """The tensors of a text model's checkpoint, those of encoders in it included. Raises ModelLoadError."""
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in entries:  # saved as a bare decoder, as embedding models are
         entries = {f"{prefix}.{name}": entry for name, entry in entries.items()}
-    entries = {config.names.named(name): entry for name, entry in entries.items()}
+    named = {config.names.named(name): entry for name, entry in entries.items()}
+    if len(named) < len(entries):
+        raise ModelLoadError(
+            "the checkpoint has tensors of two text models, whose names differ before the layers; remove one of them"
+        )
+    entries = named
     for layer, parts in enumerate(config.layers):
         if isinstance(parts.mlp, MoE) and "{}" in parts.mlp.down:
             for whole, names in _of_all_experts(f"{config.layer_name(layer)}.{parts.mlp.name}", parts.mlp):

@@ -114,6 +114,15 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
 
 
+def is_known(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that can be loaded, or its text model is."""
+    try:
+        find(raw, "config.json")
+    except ModelLoadError:
+        return False
+    return True
+
+
 def _of_text_part(raw: Mapping[str, Any]) -> Read | None:
     """What reads the text model of a config.json of several models; None: it has none, or one that is not known."""
     text = raw.get("text_config")
