@@ -45,6 +45,12 @@ add a family, inside this package or outside.
 The architecture is the entry of `architectures` in config.json; `XModel` is `XForCausalLM` without a head, for embeddings. The files are
 in `jaxllm/models/`.
 
+Of an architecture that is not here, `XForConditionalGeneration` for example, the text model is served if the `text_config` in its
+config.json is of one that is. Where an encoder of images or audio is here too, `--language-model-only` leaves it out. The text model's
+tensors may begin with `model.language_model.`, `language_model.model.`, `language_model.` or `model.`; those of other models are not
+read, and the log counts them. Weights of a layer's experts may be in a tensor each or in one of all.
+`scripts/recipes_that_load.py` lists the architectures of vLLM's text recipes, and which of them load.
+
 | family | architectures | file | variants tested |
 |---|---|---|---|
 """

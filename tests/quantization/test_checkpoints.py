@@ -179,7 +179,9 @@ def test_block_scales_are_applied_and_the_weights_are_plain(tmp_path, caplog):
     assert np.abs(again - wanted).max() <= np.abs(wanted).max() / 16
 
 
-@pytest.mark.parametrize(("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4), ("qwen3_5", 2)])
+@pytest.mark.parametrize(
+    ("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4), ("qwen3_5", 2)]
+)
 def test_block_scales_of_experts_and_of_weights_that_are_cut_up(tmp_path, golden, size):
     """Weights that latents are multiplied with; queries and gates of one tensor, with copies of KV heads; heads of linear attention."""
 
