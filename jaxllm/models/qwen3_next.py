@@ -11,7 +11,7 @@ from jaxllm.model_parts import MLP, GatedDeltaNet, Layer, MoE, Names, Norm
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.qwen_moe import read_moe, with_experts
 
-NAMES = Names(ignored=("mtp.",), unquantized=("linear_attn.in_proj_ba",))
+NAMES = Names(ignored=("mtp.",), next_token="mtp", unquantized=("linear_attn.in_proj_ba",))
 """The fp8 checkpoints keep in_proj_ba plain too: it is small, and exponentials of its outputs decay the states."""
 KINDS = {"linear_attention": True, "full_attention": False}
 """Whether a layer has linear attention, by its entry in layer_types."""
@@ -28,7 +28,10 @@ def read(c: ConfigReader) -> ModelConfig:
         norm_topk_prob=True,
     )
     layers, max_position = hybrid_layers(c, c.mlp(), linear_attention(c))
-    return c.decoder(with_experts(c, layers, gated_moe(c)), max_position, norm=offset_norm(c, "model.norm"), names=NAMES)
+    # Released checkpoints have a layer for multi-token prediction without saying so.
+    num_spare = c.count("num_nextn_predict_layers", 1)
+    fields = {"norm": offset_norm(c, "model.norm"), "names": NAMES, "num_spare_layers": num_spare}
+    return c.decoder(with_experts(c, layers, gated_moe(c)), max_position, **fields)
 
 
 def hybrid_layers(c: ConfigReader, mlp: MLP | MoE, linear: GatedDeltaNet) -> tuple[list[Layer], int]:
