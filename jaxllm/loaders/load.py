@@ -86,7 +86,7 @@ def load_checkpoint(
     )
     for told in filter(None, (format.told(config.dtype) for format in config.formats)):
         logger.info("%s", told)
-    if encoder is None and (told := others_told(config, checkpoint.entries)):
+    if isinstance(model, CausalLM) and (told := others_told(config, checkpoint.entries)):
         logger.info("%s: %s", directory, told)
     sizes = [sum(reader.entries[name].num_bytes for name in tensors) for tensors in expected]
     total, done = sum(sizes), 0

@@ -38,18 +38,14 @@ def as_named_here(config: ModelConfig, entries: Entries) -> Entries:
 
 
 def others_told(config: ModelConfig, entries: Entries) -> str:
-    """A text about the tensors of a checkpoint that neither the text model nor an encoder is loaded from; empty: there are none."""
+    """A text about the tensors of a checkpoint that are neither the text model's nor an encoder's; empty: there are none."""
     vision = None if config.vision is None else config.vision.encoder
     encoders = [each for each in (vision, config.audio) if each is not None]
     others = [name for name in entries if config.names.is_other(name) and not any(each.name_of(name) for each in encoders)]
     counts = Counter(".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in others)
     size = sum(entries[name].num_bytes for name in others)
     told = ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(10))
-    return (
-        f"{len(others)} tensors of {size / 2**20:.1f} MiB are not loaded, as they are not of the text model: {told}"
-        if others
-        else ""
-    )
+    return f"{len(others)} tensors of {size / 2**20:.1f} MiB are not of the text model, and left out: {told}" if others else ""
 
 
 def _of_all_experts(prefix: str, moe: MoE) -> Iterator[tuple[str, list[str]]]:

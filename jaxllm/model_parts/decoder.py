@@ -9,11 +9,11 @@ from jaxllm.model_parts.mlp import MLP, MoE
 from jaxllm.model_parts.norm import Norm
 
 _PLACE = re.compile(
-    r"(?P<mark>(?:re:)?\^?)(?:model\\?\.(?:language|text)_model\\?\.|(?:language|text)_model\\?\.(?:model\\?\.)?|model\\?\.)"
+    r"(?P<mark>(?:re:|[-+]:)?\^?)(?:model\\?\.(?:language|text)_model\\?\.|(?:language|text)_model\\?\.(?:model\\?\.)?|model\\?\.)"
     r"(?=(?:embed_tokens|layers|norm)(?:\\?\.|$))"
 )
-"""Where checkpoints of several models have the text model, in a name or in a regular expression behind `re:`."""
-_HEAD = re.compile(r"(?P<mark>(?:re:)?\^?)(?:(?:language_)?model\\?\.)?lm_head(?=\\?\.|$)")
+"""Where checkpoints of several models have the text model, in a name or in a regular expression behind `re:`, `+:` or `-:`."""
+_HEAD = re.compile(r"(?P<mark>(?:re:|[-+]:)?\^?)(?:(?:language_)?model\\?\.)?lm_head(?=\\?\.|$)")
 
 
 @dataclass(frozen=True)
