@@ -7,6 +7,7 @@ and very new models were not at hand; whether a checkpoint's other values are su
 """
 
 import argparse
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,6 +24,7 @@ def recipes() -> dict[str, tuple[str, ...]]:
     return {model: tuple(names) for model, *names in map(str.split, RECIPES.read_text(encoding="utf-8").splitlines())}
 
 
+@functools.cache
 def loads(architectures: tuple[str, ...]) -> bool:
     """Whether a model of these architectures is of a family that is known."""
     whole, *text = architectures

@@ -97,10 +97,29 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     `text_config` is of a known one, the text model is read. model_class: module:name of the function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
+    name = _name(raw)
+    if (found := _found(raw, name, model_class)) is not None:
+        return found
+    told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
+    model_type = str(raw.get("model_type", ""))
+    raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
+
+
+def is_known(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that can be loaded, or its text model is."""
+    return _found(raw, _name(raw)) is not None
+
+
+def _name(raw: Mapping[str, Any]) -> str:
+    """The architecture that a config.json names; empty: it names none."""
     by_model_type = {model_type: name for name, (model_type, _) in FAMILIES.items()}
     model_type = str(raw.get("model_type", ""))
     names = raw.get("architectures") or [by_model_type.get(model_type, model_type)]
-    name = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
+    return names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
+
+
+def _found(raw: Mapping[str, Any], name: str, model_class: str | None = None) -> tuple[str, Read, bool] | None:
+    """What `find` returns; None: nothing reads this architecture."""
     whole = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
     if model_class is not None:
         return whole, _imported(model_class), name == whole
@@ -110,17 +129,7 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
             return architecture, read, architecture == name
     if name.endswith(("ForConditionalGeneration", "ForCausalLM", "Model")) and (read := _of_text_part(raw)) is not None:
         return name, read, not name.endswith("Model")
-    told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
-    raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
-
-
-def is_known(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a family that can be loaded, or its text model is."""
-    try:
-        find(raw, "config.json")
-    except ModelLoadError:
-        return False
-    return True
+    return None
 
 
 def _of_text_part(raw: Mapping[str, Any]) -> Read | None:
