@@ -70,6 +70,8 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -162,6 +164,23 @@ NEMOTRON_H = {
     "moe_shared_expert_intermediate_size": 24,
     "time_step_min": 1e-9,  # transformers takes it for the least time step of prompts, and for none of later tokens
 }
+FLAT: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+"""Linear attention with flat projections, and a rope with sections."""
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 VARIANTS: dict[str, PreTrainedConfig] = {
@@ -250,6 +269,13 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[1, 2],
         partial_rotary_factor=0.25,
+    ),
+    "qwen3_5": Qwen3_5TextConfig(
+        **{**FLAT, "vocab_size": 88, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4},
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(
+        **FLAT, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=48
     ),
     "olmoe": OlmoeConfig(**{**SIZES, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3),
     "glm4_moe": Glm4MoeConfig(
@@ -539,6 +565,10 @@ def _class_name(config: PreTrainedConfig) -> str:
     return texts.get(config.model_type) or images[config.model_type]
 
 
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+"""Classes of norms whose weights are stored from zero, and would make logits too large for float32 to tell them to 1e-4."""
+
+
 def kept() -> list[str]:
     """The variants that have a golden in tests/goldens."""
     return sorted(path.parent.name for path in FOLDER.glob("*/golden.json"))
@@ -560,8 +590,8 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
                 weight.uniform_(-6, -1)
             elif name.endswith("norm.weight") or (weight.ndim == 1 and not name.endswith(".bias")):
                 weight.uniform_(0.5, 1.5)
-                if type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Qwen3NextRMSNorm":
-                    weight.sub_(1)  # keeps logits small enough for float32 to tell them to 1e-4
+                if type(model.get_submodule(name.rpartition(".")[0])).__name__ in OFFSET_NORMS:
+                    weight.sub_(1)
             elif name.endswith(".bias"):
                 weight.normal_(0, 0.2)
             else:

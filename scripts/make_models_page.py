@@ -46,6 +46,12 @@ add a family, inside this package or outside.
 The architecture is the entry of `architectures` in config.json; `XModel` is `XForCausalLM` without a head, for embeddings, and
 `XForSequenceClassification` has a head that scores classes. The files are in `jaxllm/models/`.
 
+Of an architecture that is not here, `XForConditionalGeneration` for example, the text model is served if the `text_config` in its
+config.json is of one that is. Where an encoder of images or audio is here too, `--language-model-only` leaves it out. The text model's
+tensors may begin with `model.language_model.`, `language_model.model.`, `language_model.` or `model.`; those of other models are not
+read, and the log counts them. Weights of a layer's experts may be in a tensor each or in one of all.
+`scripts/recipes_that_load.py` lists the architectures of vLLM's text recipes, and which of them load.
+
 | family | architectures | file | variants tested |
 |---|---|---|---|
 """
@@ -89,7 +95,7 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 | weights in the checkpoint | weights in the model |
 |---|---|
 | fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
-| fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; with `--quantization fp8` fp8 with a scale per channel |
+| fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; `--quantization fp8`: a scale per channel |
 | fp8, a scale per channel or tensor, of experts; fp8 of heads and others outside of linear layers | 16 bits |
 | fp8 with plain activations, or of some layers where others are in another format | as stored, widened inside products |
 | NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |

@@ -208,6 +208,11 @@ class GatedDeltaNet:
     """Tokens that the convolution sees."""
     norm: Norm
     """Norm of each value head's output."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """What becomes of a gate before the normed output is multiplied by it."""
+    is_flat: bool = False
+    """Whether the checkpoint has queries, keys and values of all heads one after the other, and the gates, the decays and the strengths
+    apart, instead of two products in the order of the key heads."""
     name: str = "linear_attn"
 
     @property
@@ -253,8 +258,9 @@ class GatedDeltaNet:
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
         """The checkpoint's modules that each linear layer is made of."""
-        parts = {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj"}
-        return {part: (f"{self.name}.{name}",) for part, name in parts.items()}
+        letters = {"qkvz": ("qkv", "z") if self.is_flat else ("qkvz",), "ba": ("b", "a") if self.is_flat else ("ba",)}
+        products = {part: tuple(f"{self.name}.in_proj_{each}" for each in found) for part, found in letters.items()}
+        return {**products, "out": (f"{self.name}.out_proj",)}
 
     @property
     def values_per_token(self) -> int:

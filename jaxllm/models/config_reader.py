@@ -219,17 +219,19 @@ class ConfigReader:
         return [bool(turns) for turns in given]
 
     def text_part(
-        self, *images: str, prefix: str = "language_model.model", head: str = "language_model.lm_head"
+        self, prefix: str = "language_model.model", head: str = "language_model.lm_head"
     ) -> tuple["ConfigReader", Names, str]:
         """The reader of the text model, what its tensors are called, and its last norm.
 
-        images: how the names of the tensors begin that only a checkpoint that sees images has. prefix, head: of the names in such a
-        checkpoint.
+        prefix, head: of the names in a checkpoint that has other models too. What config.json says outside of the text model's part
+        of the head and the first token goes before what the part says.
         """
         if "text_config" not in self.raw:
             return self, Names(), "model.norm"
-        names = Names(f"{prefix}.embed_tokens", f"{prefix}.layers.{{}}", head, images)
-        return self.within("text_config"), names, f"{prefix}.norm"
+        names = Names(f"{prefix}.embed_tokens", f"{prefix}.layers.{{}}", head, is_part=True)
+        outside = {name: self.raw.get(name) for name in ("tie_word_embeddings", "bos_token_id")}
+        text = self.within("text_config").with_values(**{name: value for name, value in outside.items() if value is not None})
+        return text, names, f"{prefix}.norm"
 
     # --- parts ---
 

@@ -76,14 +76,6 @@ def read_v3(c: ConfigReader, **fields: Any) -> ModelConfig:
     return decoder(c, c.mlp(), sigmoid_moe(c), interleaved=c.boolean("rope_interleave", True), **fields)
 
 
-def read_kimi_k25(c: ConfigReader) -> ModelConfig:
-    """The text model of Kimi-K2.5."""
-    text, names, norm = c.text_part("vision_tower.", "mm_projector.")
-    text.refuse_unless("model_type", "kimi_k2", "deepseek_v3")
-    is_tied = c.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings"))
-    return read_v3(text, names=names, norm=text.rms_norm(norm), tie_word_embeddings=is_tied)
-
-
 def read_v32(c: ConfigReader) -> ModelConfig:
     c = c.with_defaults(**DEFAULTS_V32)
     c.layer_kinds({"indexed_attention": True}, lambda layer: True)

@@ -39,7 +39,7 @@ CHUNKED = {"chunked_attention": True, "full_attention": False}
 
 def read(c: ConfigReader) -> ModelConfig:
     """The text model of a checkpoint with or without a vision encoder."""
-    c, names, norm = c.text_part("vision_model.", "multi_modal_projector.")
+    c, names, norm = c.text_part()
     c = c.with_defaults(**DEFAULTS)
     rope, max_position = c.positions(interleaved=True)
     bias = c.boolean("attention_bias")

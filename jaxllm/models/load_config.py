@@ -9,9 +9,11 @@ from typing import Any
 from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError, joined
 from jaxllm.files import read_json
 from jaxllm.model_config import DTYPES, FP8, ModelConfig
+from jaxllm.model_parts import Names
 from jaxllm.models.classifier import with_classifier
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
+from jaxllm.models.text_part import without_rope_sections
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
 from jaxllm.quantization.formats import read_formats
 from jaxllm.quantization_options import QUANTIZATION_FILES, WIDENED
@@ -63,7 +65,7 @@ def load_model_config(
     dtype = _dtype(reader, dtype, on_gpu)
     stored_dtype = _stored_dtype(raw) if _stored_dtype(raw) in DTYPES else dtype
     asked = Options(quantization, dequantize, on_gpu, dtype, config.names.unquantized, stored_dtype=stored_dtype)
-    formats = read_formats(raw.get("quantization_config"), asked, reader.faults)
+    formats = read_formats(_named(raw.get("quantization_config"), config.names), asked, reader.faults)
     for format in formats:
         reader.faults.extend(format.faults(config))
     eos_token_ids = _eos_token_ids(raw, directory, reader.faults)
@@ -93,6 +95,8 @@ def load_model_config(
         audio=None if language_model_only and not config.attends_to_audio else config.audio,
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
+    if config.vision is None and config.has_rope_sections:
+        config = without_rope_sections(config)
     return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])
 
 
@@ -147,6 +151,15 @@ def _quantization(raw: dict[str, Any], directory: Path) -> Any:
             return {"quant_method": method, **given} if method and isinstance(given, Mapping) else given
     files = ((directory / name, method) for name, method in QUANTIZATION_FILES.items())
     return next(({"quant_method": method, **_json_object(path)} for path, method in files if path.is_file()), None)
+
+
+def _named(value: Any, names: Names) -> Any:
+    """A value of config.json with the names of modules in it, which may be those of another class of the model, as `names` has them."""
+    if isinstance(value, str):
+        return names.named(value)
+    if isinstance(value, list):
+        return [_named(each, names) for each in value]
+    return {names.named(key): _named(each, names) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _json_object(path: Path) -> dict[str, Any]:

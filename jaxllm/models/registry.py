@@ -5,6 +5,7 @@ too.
 """
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import operator
@@ -14,6 +15,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, ModelLoadError, shortened
 from jaxllm.model_config import ModelConfig
+from jaxllm.models import text_part
 from jaxllm.models.config_reader import ConfigReader
 
 Read = Callable[[ConfigReader], ModelConfig]
@@ -52,8 +54,6 @@ FAMILIES = {
     "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe", "jaxllm.models.hunyuan:read_moe"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
-    "KimiK25ForConditionalGeneration": ("kimi_k25", "jaxllm.models.deepseek:read_kimi_k25"),
-    "Kimi_K25ForConditionalGeneration": ("kimi_k25", "jaxllm.models.deepseek:read_kimi_k25"),
     "LagunaForCausalLM": ("laguna", "jaxllm.models.laguna:read"),
     "Lfm2ForCausalLM": ("lfm2", "jaxllm.models.lfm2:read"),
     "Lfm2MoeForCausalLM": ("lfm2_moe", "jaxllm.models.lfm2:read_moe"),
@@ -81,6 +81,10 @@ FAMILIES = {
     "Qwen2ForCausalLM": ("qwen2", "jaxllm.models.qwen2:read"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "jaxllm.models.qwen_moe:read_qwen2_moe"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "jaxllm.models.qwen2_5_vl:read"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "jaxllm.models.qwen3_5:read"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "jaxllm.models.qwen3_5:read"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "jaxllm.models.qwen3_5:read_moe"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "jaxllm.models.qwen3_5:read_moe"),
     "Qwen3ForCausalLM": ("qwen3", "jaxllm.models.qwen3:read"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "jaxllm.models.qwen_moe:read_qwen3_moe"),
     "Qwen3NextForCausalLM": ("qwen3_next", "jaxllm.models.qwen3_next:read"),
@@ -101,6 +105,9 @@ FAMILIES = {
 
 CLASSIFIER = "ForSequenceClassification"
 """How the architectures of classifiers end."""
+TEXT_MODEL_TYPES = {"kimi_k2": "DeepseekV3ForCausalLM"}
+"""Further model_types of a `text_config`, by the architecture whose names and values these are."""
+
 _LONGEST_NAME = 100
 """Characters of an unknown name that are compared with those of the known."""
 ENTRY_POINTS = "jaxllm.models"
@@ -116,14 +123,33 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
     `Qwen3Model` is `Qwen3ForCausalLM` without one, as is `Qwen3ForSequenceClassification`, which has another head; `Qwen3VLModel` is
-    `Qwen3VLForConditionalGeneration`, and `BertForMaskedLM` is `BertModel`. model_class: module:name of the
-    function, or of what has it as `read`.
+    `Qwen3VLForConditionalGeneration`, and `BertForMaskedLM` is `BertModel`. Of an unknown architecture whose `text_config` is of a known
+    one, the text model is read. model_class: module:name of the function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
+    name = _name(raw)
+    if (found := _found(raw, name, model_class)) is not None:
+        return found
+    told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
+    model_type = str(raw.get("model_type", ""))
+    raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
+
+
+def is_known(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that can be loaded, or its text model is."""
+    return _found(raw, _name(raw)) is not None
+
+
+def _name(raw: Mapping[str, Any]) -> str:
+    """The architecture that a config.json names; empty: it names none."""
     by_model_type = {model_type: name for name, (model_type, _) in FAMILIES.items()}
     model_type = str(raw.get("model_type", ""))
     names = raw.get("architectures") or [by_model_type.get(model_type, model_type)]
-    name = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
+    return names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
+
+
+def _found(raw: Mapping[str, Any], name: str, model_class: str | None = None) -> tuple[str, Read, bool] | None:
+    """What `find` returns; None: nothing reads this architecture."""
     kind = next((kind for kind in ("Model", CLASSIFIER) if name.endswith(kind)), None)
     whole = name if kind is None else f"{name.removesuffix(kind)}ForCausalLM"
     if model_class is not None:
@@ -133,8 +159,25 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     for architecture in dict.fromkeys((name, whole, seeing, bare)):
         if (read := _read_function(architecture)) is not None:
             return architecture, read, architecture == name
-    told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
-    raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
+    if name.endswith(("ForConditionalGeneration", "ForCausalLM", "Model")) and (read := _of_text_part(raw)) is not None:
+        return name, read, not name.endswith("Model")
+    return None
+
+
+def _of_text_part(raw: Mapping[str, Any]) -> Read | None:
+    """What reads the text model of a config.json of several models; None: it has none, or one that is not known."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return None
+    by_model_type = {
+        model_type: name for name, (model_type, _) in FAMILIES.items() if not name.endswith("ForConditionalGeneration")
+    }
+    named, model_type = text.get("architectures") or [None], text.get("model_type")
+    of_type = (by_model_type | TEXT_MODEL_TYPES).get(model_type) if isinstance(model_type, str) else None
+    for architecture in (named[0] if isinstance(named, list) else None, of_type):
+        if isinstance(architecture, str) and (read := _read_function(architecture)) is not None:
+            return functools.partial(text_part.read, read_text=read)
+    return None
 
 
 def _known(name: str, model_type: str) -> str:
