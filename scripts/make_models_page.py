@@ -62,7 +62,7 @@ TESTED = """
 - Whisper and Qwen 2 Audio have what their encoders make of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`,
   `make_audio_token_golden.py`, `tests/end_to_end/test_whisper.py`, `test_audio_tokens.py`).
 - Encoders and classifiers have goldens of hidden states and scores (`scripts/make_encoder_goldens.py`), which whole engines with packed
-  prompts must give within 1e-4 (`tests/end_to_end/test_encoders.py`); variants without one are compared there live.
+  prompts must give within 1e-4 (`tests/end_to_end/test_encoders.py`); the others are compared live, as above.
 - Families that see images have goldens of prompts with pictures as well (`scripts/make_picture_goldens.py`,
   `tests/models/test_pictures.py`): what their encoder makes of two pictures within 1e-5, the rest as above.
 """
