@@ -114,6 +114,17 @@ class LatentCache:
 
 
 @dataclass(frozen=True)
+class NoCache:
+    """Nothing: an encoder computes a prompt in one step. Requests hold blocks all the same, which have no bytes."""
+
+    arrays: tuple[CacheArray, ...] = ()
+
+    @property
+    def policy(self) -> CachePolicy:
+        return FULL
+
+
+@dataclass(frozen=True)
 class RowState:
     """Arrays of a fixed size for each running request, which sum up all its tokens: no blocks.
 
@@ -175,6 +186,8 @@ def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bo
         return RowState(tuple(StateArray(attention.state_heads, shape, dtype) for shape, dtype in shapes))
     if isinstance(attention, LatentAttention):
         return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
+    if config.encoder is not None:
+        return NoCache()
     shape = (attention.num_kv_heads, attention.head_dim, dtype)
     return FullCache(*shape) if attention.window is None or disable_windows else WindowCache(*shape, attention.window)
 

@@ -97,6 +97,7 @@ def choose_kernels(
     Raises KernelCheckError if no implementation of an op is left, or a check lost the device.
     """
     is_one = mesh is None or tensor_size(mesh) == 1
+    attention = ("segment_attention",) if model.encoder is not None else ("paged_attention", "mla_attention")
     skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
     check_ = KernelCheck(
         found=found,
@@ -105,7 +106,7 @@ def choose_kernels(
         device=device,
         mesh=mesh,
         store=store,
-        named=frozenset({"paged_attention", "mla_attention"} if is_named else ()),
+        named=frozenset(attention) if is_named else frozenset(),
         ops=tuple(op for op in found if op not in skipped),
     )
     return check_.run(meanwhile)

@@ -50,6 +50,15 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
     missing = paged_attention.missing(wanted)
     if missing is not None:
         raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
+    for attention in model.encoder_attentions:
+        known = segment_attention.candidates(
+            platform="gpu", dtype=model.dtype, head_dim=attention.head_dim, interpret=not on_gpu
+        )
+        if wanted not in (*known, *PLAIN):
+            raise ConfigError(
+                f"attention_implementation is {wanted!r}, which does not take heads of width {attention.head_dim} in {model.dtype} in an "
+                "encoder; use auto"
+            )
     for attention in model.attentions:
         case = _attention_case(model, attention, page_size)
         if not paged_attention.supports(wanted, **case, has_part=has_part, interpret=not on_gpu):
@@ -75,6 +84,11 @@ def attention_candidates(
     """By op of attention that the model has: the wanted implementation alone, or for "auto" all that support the model's shapes."""
     platform = "gpu" if on_gpu else "cpu"
     found = {}
+    if model.encoder_attentions:
+        found["segment_attention"] = _of_all(
+            segment_attention.candidates(platform=platform, dtype=model.dtype, head_dim=part.head_dim)
+            for part in model.encoder_attentions
+        )
     if model.attentions:
         found["paged_attention"] = _of_all(
             paged_attention.candidates(platform=platform, **_attention_case(model, part, page_size), has_part=has_part)
@@ -136,7 +150,7 @@ def candidates(
     if has_tiles:
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     encoder = model.vision or model.audio
-    if tensor_size(mesh) == 1 and (widths := quantized_widths(model)):
+    if widths := quantized_widths(model, tensor_size(mesh)):
         is_left_out = is_plain or not may_quantize_by_kernels(wanted, on_gpu=on_gpu)
         found["quantize"] = ("xla",) if is_left_out else _quantize_candidates(model, widths, on_gpu=on_gpu)
     if is_plain:
@@ -162,14 +176,14 @@ def candidates(
     }
 
 
-def quantized_widths(model: ModelConfig) -> tuple[int, ...]:
-    """The widths of the vectors that products of layers quantise, where kernels may do that; empty: no product does, or it is left to
-    plain JAX, as in layers without keys and values."""
+def quantized_widths(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
+    """The widths of the vectors that products of layers quantise on a device, where kernels may do that; empty: no product does, or it is
+    left to plain JAX, as in layers without keys and values."""
     if not model.quantizes_inputs or model.latent_attentions or model.state_mixers:
         return ()
     dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
-    widths = [model.hidden_size, *(part.num_heads * part.head_dim for part in model.attentions)]
-    return tuple(dict.fromkeys([*widths, *(mlp.width for mlp in dense if mlp is not None)]))
+    split = [*(part.output_width for part in model.attentions), *(mlp.width for mlp in dense if mlp is not None)]
+    return tuple(dict.fromkeys([model.hidden_size, *(width // num_devices for width in split)]))
 
 
 def _quantize_candidates(model: ModelConfig, widths: tuple[int, ...], *, on_gpu: bool) -> tuple[str, ...]:

@@ -296,8 +296,8 @@ def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
         quantize.Shapes(
             dtype=model.dtype,
             width=model.hidden_size,
-            of_heads=layer.attention.num_heads * layer.attention.head_dim,
-            of_mlp=0 if mlp is None else mlp.width,
+            of_heads=layer.attention.output_width // engine.tensor_parallel,
+            of_mlp=0 if mlp is None else mlp.width // engine.tensor_parallel,
             eps=1e-5 if layer.mlp_norm is None else layer.mlp_norm.eps,
         )
         for layer, mlp in zip(model.layers, dense, strict=True)
@@ -307,6 +307,9 @@ def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
 
 
 def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
+    if parts := engine.model.encoder_attentions:
+        heads = dict.fromkeys((part.num_heads // engine.tensor_parallel, part.head_dim) for part in parts)
+        return tuple(segment_attention.Shapes(engine.model.dtype, *each) for each in heads)
     encoder = engine.model.vision or engine.model.audio
     return () if encoder is None else (segment_attention.Shapes(engine.model.dtype, encoder.num_heads, encoder.head_dim),)
 

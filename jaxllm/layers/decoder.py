@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attention import GroupedQueryAttention
+from jaxllm.layers.classifier import ClassifierHead
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
 from jaxllm.layers.gated_delta_net import GatedDelta
 from jaxllm.layers.latent_attention import MultiHeadLatentAttention
@@ -143,6 +144,8 @@ class CausalLM(nnx.Module):
         self.norm = make_norm(config.norm if is_last else None, config.hidden_size, config.dtype)
         has_head = has_logits and not config.tie_word_embeddings
         self.head = Embedding(config, config.names.head, bias=config.head.bias) if has_head else None
+        has_classes = config.classifier is not None and is_last
+        self.classifier = ClassifierHead(config, config.classifier) if has_classes else None  # type: ignore[arg-type]
 
     @property
     def is_stage(self) -> bool:

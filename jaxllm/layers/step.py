@@ -91,6 +91,8 @@ class Step:
     """Embeddings that stand in place of those of some tokens, at their full scale and whole on every device; None: no token has one."""
     is_given_T: Array | None = None
     """Bool, with `given_TD`: whether a token has its embedding there."""
+    token_types_T: Array | None = None
+    """Types of an encoder's tokens: 0 in the first text of a pair, 1 in the second; None: all are 0."""
     deepstack: Sequence[Array] | None = None
     """[T, D] each, whole on every device: what is added to the tokens behind the first layer, the second and so on, zero for tokens
     without; None: nothing is."""
@@ -114,8 +116,8 @@ class Step:
     policy: KernelPolicy = ALIKE
     """Choices that depend on the number of rows."""
     quantization: Mapping[str, Any] | None = None
-    """How kernels quantise what products multiply, with what is computed before: options of `pallas_kernels.quantize`; None: each product
-    does it alone, in plain JAX."""
+    """How kernels quantise what products multiply, with what is computed before: options of `pallas_kernels.quantize`, each device its
+    part of a vector with a separate scale; None: each product does it alone, in plain JAX, with the scale of the whole vector."""
     features: dict[int, Array] = field(default_factory=dict)
     """[T, D] each: the sum of embedding and earlier layers that enters a layer, before any norm, whole on every device."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
@@ -136,11 +138,11 @@ class Step:
 
     def sums(self, linear: Linear, x: Array | Quantized, start: int = 0) -> Array | Sums:
         """As `product`, but without its scales where a kernel may apply them with what follows."""
-        if isinstance(x, Quantized):
-            return linear.sums(x)
-        if linear.quantizes_inputs and self.quantizes(len(x)):
-            return linear.sums(self._quantized(x))
         shards = self.shards if linear.is_split else ONE_DEVICE
+        if isinstance(x, Quantized):
+            return linear.sums(x, shards)
+        if linear.quantizes_inputs and self.quantizes(len(x)):
+            return linear.sums(self._quantized(x), shards)
         y = linear(x, shards, self.multiply, weight_only=self.policy.is_weight_only(len(x)))
         return y if self.adapt is None else self.adapt(linear, x, y, start)
 
@@ -153,7 +155,8 @@ class Step:
     ) -> tuple[Array, Array | Quantized]:
         """As `Shards.add_and_norm`; the norm is quantised by a kernel if only products that need it take it."""
         is_quantized = norm.before_quantized and self.quantizes(len(part_TD))
-        if is_quantized and norm.is_plain and isinstance(part_TD, Sums) and residual_TD is not None:
+        is_whole = self.shards.size == 1  # else parts of the sum are added up first
+        if is_quantized and is_whole and norm.is_plain and isinstance(part_TD, Sums) and residual_TD is not None:
             assert self.quantization is not None
             options = {"eps": norm.eps, **self.quantization}  # type: ignore[union-attr]
             return add_norm_quantize(part_TD, residual_TD, norm.weight[...], **options)  # type: ignore[union-attr]

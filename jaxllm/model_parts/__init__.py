@@ -4,9 +4,10 @@ Each part says what its tensors are called in a checkpoint, relative to the deco
 module for each.
 """
 
-from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, QueryScale
+from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, OutputGate, QueryScale
 from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
 from jaxllm.model_parts.decoder import Head, Layer, Names, Positions, StateMixer, TokenMixer
+from jaxllm.model_parts.encoder import Classifier, ClassifierHidden, Encoder
 from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
@@ -20,7 +21,10 @@ __all__ = [
     "Attention",
     "Audio",
     "AudioTokens",
+    "Classifier",
+    "ClassifierHidden",
     "CrossAttentionLayer",
+    "Encoder",
     "ExpertActivation",
     "GatedDeltaNet",
     "Head",
@@ -32,6 +36,7 @@ __all__ = [
     "MoE",
     "Names",
     "Norm",
+    "OutputGate",
     "Positions",
     "QueryScale",
     "Rope",

@@ -1,5 +1,6 @@
 """A decoder layer, and what stands around the layers."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,13 @@ StateMixer = GatedDeltaNet | Mamba2 | ShortConv
 """Parts that keep states by row: for each of `state_heads` arrays of `state_shapes`, the first in the model's type, others in float32."""
 TokenMixer = Attention | LatentAttention | StateMixer
 """Parts by which tokens take from those before them."""
+
+_PLACE = re.compile(
+    r"(?P<mark>(?:re:|[-+]:)?\^?)(?:model\\?\.(?:language|text)_model\\?\.|(?:language|text)_model\\?\.(?:model\\?\.)?|model\\?\.)"
+    r"(?=(?:embed_tokens|layers|norm)(?:\\?\.|$))"
+)
+"""Where checkpoints of several models have the text model, in a name or in a regular expression behind `re:`, `+:` or `-:`."""
+_HEAD = re.compile(r"(?P<mark>(?:re:|[-+]:)?\^?)(?:(?:language_)?model\\?\.)?lm_head(?=\\?\.|$)")
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,29 @@ class Names:
     """How the names of tensors begin that are not loaded."""
     unquantized: tuple[str, ...] = ()
     """How the names of linear layers end that stay plain where weights are quantised while they load."""
+    next_token: str | None = None
+    """How the names of layers for multi-token prediction begin where they are not those of further layers, as Qwen has them."""
+    is_part: bool = False
+    """Whether the checkpoint may hold other models beside the text model: their tensors are not loaded with it."""
+
+    def named(self, name: str) -> str:
+        """The name here of a tensor or module of the text model, or a pattern of such, that a checkpoint has elsewhere: behind
+        `model.language_model.`, `language_model.model.` or the like. Other names are returned as they are."""
+        if not self.is_part:
+            return name
+        stem, head = self._stem, self.head
+        name = _PLACE.sub(lambda found: found["mark"] + stem, name, count=1) if _PLACE.match(name) else name
+        return _HEAD.sub(lambda found: found["mark"] + head, name, count=1) if _HEAD.match(name) else name
+
+    def is_other(self, name: str) -> bool:
+        """Whether a tensor is of another model than the text model; name: as `named` returns it."""
+        stem = self._stem
+        own = (f"{stem}embed_tokens.", f"{stem}layers.", f"{stem}norm.", f"{self.head}.")
+        return self.is_part and not name.startswith(own)
+
+    @property
+    def _stem(self) -> str:
+        return self.embedding.removesuffix("embed_tokens")
 
 
 @dataclass(frozen=True)

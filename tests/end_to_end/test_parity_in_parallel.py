@@ -15,7 +15,7 @@ NUM_BLOCKS = {"mistral_window": 8, "qwen2_window": 16}
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("llama_gqa", 2),  # two KV heads, split
+        pytest.param("llama_gqa", 2, marks=pytest.mark.newer),  # two KV heads, split
         ("llama_mha", 8),  # a KV head for each query head, split
         ("llama_bias", 8),  # two KV heads, copied; a bias that is added once, after the sum over devices
         ("qwen2_window", 2),  # biases that are split; windows

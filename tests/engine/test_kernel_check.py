@@ -25,6 +25,7 @@ from jaxllm.errors import ConfigError, KernelCheckError
 from jaxllm.kernel_policy import platform_policy
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.model_parts import MLP, Audio, Vision
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.step_programs import StepPrograms
@@ -636,3 +637,10 @@ def test_fp8_products_are_computed_in_the_new_way_where_that_was_verified_or_is_
     assert not kernel_choice.may_quantize_by_kernels("xla", on_gpu=True)
     assert platform_policy(on_gpu=True).max_weight_only_rows > 0
     assert platform_policy(on_gpu=True, has_weight_only=False).max_weight_only_rows == 0
+
+
+def test_products_in_fp8_are_quantised_by_kernels_in_the_widths_of_a_device():
+    model = load_model_config(goldens.FOLDER / "llama_gqa", dtype="bfloat16", quantization="fp8")
+    assert kernel_choice.quantized_widths(model, 1) == (64, 96)
+    assert kernel_choice.quantized_widths(model.for_tensor_parallel(2), 2) == (64, 32, 48)
+    assert kernel_choice.quantized_widths(load_model_config(goldens.FOLDER / "llama_gqa"), 1) == ()
