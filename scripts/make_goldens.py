@@ -39,11 +39,15 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -129,6 +133,38 @@ FLAT: dict[str, Any] = {
     },
 }
 """Linear attention with flat projections, and a rope with sections."""
+GRANITE_HYBRID = {
+    **SIZES,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "tie_word_embeddings": True,
+}
+NEMOTRON_H = {
+    **{key: value for key, value in SIZES.items() if key != "num_hidden_layers"},
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 40,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "time_step_min": 1e-9,  # transformers takes it for the least time step of prompts, and for none of later tokens
+}
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 VARIANTS: dict[str, PreTrainedConfig] = {
@@ -277,6 +313,50 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         residual_multiplier=0.5,
         attention_multiplier=0.2,
     ),
+    "granite_hybrid": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_local_experts": 0},
+        layer_types=["linear_attention", "full_attention"],
+        mamba_n_groups=1,
+        mamba_proj_bias=True,
+    ),
+    "granite_hybrid_moe": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_n_groups=2,
+        mamba_conv_bias=False,
+        time_step_limit=(0.3, 0.8),
+    ),
+    "granite_hybrid_dense": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_local_experts": 0}, layer_types=["full_attention"] * 2, position_embedding_type="rope"
+    ),
+    "nemotron_h": NemotronHConfig(
+        **NEMOTRON_H, layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], moe_latent_size=16
+    ),
+    "nemotron_h_moe": NemotronHConfig(
+        **NEMOTRON_H,
+        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"],
+        use_bias=True,
+        use_conv_bias=False,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    ),
+    "lfm2": Lfm2Config(
+        **{**SIZES, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 72},
+        layer_types=["conv", "full_attention"],
+        conv_bias=True,
+        conv_L_cache=4,
+        block_multiple_of=16,
+    ),
+    "lfm2_moe": Lfm2MoeConfig(
+        **{**SIZES, "num_hidden_layers": 3},
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        routed_scaling_factor=1.5,
+    ),
     "ernie4_5_moe": Ernie4_5_MoeConfig(
         **SIZES, moe_num_experts=8, moe_k=3, moe_num_shared_experts=2, moe_intermediate_size=32, moe_layer_start_index=1
     ),
@@ -370,6 +450,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
                 is_tied = config.tie_word_embeddings and "embed" in name
                 weight.normal_(0, scale / 8 if is_tied else scale)
             weight.copy_(weight.to(torch.bfloat16))  # what the file will hold
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of routers, for the choice of experts
+                buffer.copy_(torch.empty_like(buffer).uniform_(-0.2, 0.2).to(torch.bfloat16))
     return model.eval()
 
 

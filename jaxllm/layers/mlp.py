@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -19,6 +20,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint by the names that the model has for them, whichever class of the model it was saved from."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
 
 Entries = Mapping[str, TensorEntry]
+_OF_NORM = {"gamma": "weight", "beta": "bias"}
 
 
 def as_named_here(config: ModelConfig, entries: Entries) -> Entries:
@@ -18,6 +20,11 @@ def as_named_here(config: ModelConfig, entries: Entries) -> Entries:
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in entries:  # saved as a bare decoder, as embedding models are
         entries = {f"{prefix}.{name}": entry for name, entry in entries.items()}
+    if config.encoder is not None:  # norms of checkpoints from TensorFlow
+        entries = {
+            re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: f"LayerNorm.{_OF_NORM[found[1]]}", name): entry
+            for name, entry in entries.items()
+        }
     named = {config.names.named(name): entry for name, entry in entries.items()}
     if len(named) < len(entries):
         raise ModelLoadError(

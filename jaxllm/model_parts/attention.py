@@ -20,7 +20,7 @@ class QueryScale:
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over keys and values in the cache."""
+    """Grouped-query attention over keys and values in the cache, or in an encoder over those of the prompt."""
 
     num_heads: int
     num_kv_heads: int
@@ -29,7 +29,7 @@ class Attention:
     rope: Rope | None
     """None: without positions."""
     window: int | None = None
-    """Keys that a token sees, itself included; None: all before it."""
+    """Keys that a token sees, itself included, in an encoder on each side; None: all before it, in an encoder all."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
     key_bias: bool = True
@@ -206,6 +206,11 @@ class GatedDeltaNet:
     def window(self) -> int | None:
         """Keys that a token sees, as `Attention.window`: all before it."""
         return None
+
+    @property
+    def state_heads(self) -> int:
+        """See `StateMixer`."""
+        return self.num_key_heads
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

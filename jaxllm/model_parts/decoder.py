@@ -5,8 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention
+from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, MoE
 from jaxllm.model_parts.norm import Norm
+from jaxllm.model_parts.short_conv import ShortConv
+
+StateMixer = GatedDeltaNet | Mamba2 | ShortConv
+"""Parts that keep states by row: for each of `state_heads` arrays of `state_shapes`, the first in the model's type, others in float32."""
+TokenMixer = Attention | LatentAttention | StateMixer
+"""Parts by which tokens take from those before them."""
 
 _PLACE = re.compile(
     r"(?P<mark>(?:re:|[-+]:)?\^?)(?:model\\?\.(?:language|text)_model\\?\.|(?:language|text)_model\\?\.(?:model\\?\.)?|model\\?\.)"
@@ -18,10 +25,10 @@ _HEAD = re.compile(r"(?P<mark>(?:re:|[-+]:)?\^?)(?:(?:language_)?model\\?\.)?lm_
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
+    """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x)), or one of these alone."""
 
-    attention: Attention | LatentAttention | GatedDeltaNet
-    mlp: MLP | MoE
+    attention: TokenMixer | None
+    mlp: MLP | MoE | None
     attention_norm: Norm | None
     mlp_norm: Norm | None
     attention_post_norm: Norm | None = None
@@ -35,19 +42,20 @@ class Layer:
     @property
     def parts(self) -> dict[str, Any]:
         """Attention and MLP by name."""
-        return {"attention": self.attention, "mlp": self.mlp}
+        parts = {"attention": self.attention, "mlp": self.mlp}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def indivisible(self, size: int) -> list[str]:
         """The numbers that keep this layer from being split over `size` devices."""
-        return self.attention.indivisible(size) + self.mlp.indivisible(size)
+        return [fault for part in self.parts.values() for fault in part.indivisible(size)]
 
     def split(self, size: int) -> "Layer":
         """The shapes when the layer is split over `size` devices."""
-        return replace(self, attention=self.attention.split(size))
+        return self if self.attention is None else replace(self, attention=self.attention.split(size))
 
     def as_stored(self) -> "Layer":
         """The shapes of the checkpoint."""
-        return replace(self, attention=self.attention.split(1), mlp=self.mlp.as_stored())
+        return self.split(1) if self.mlp is None else replace(self.split(1), mlp=self.mlp.as_stored())
 
 
 @dataclass(frozen=True)

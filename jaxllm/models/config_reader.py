@@ -11,15 +11,15 @@ from jaxllm.model_parts import (
     MLP,
     Activation,
     Attention,
-    GatedDeltaNet,
-    LatentAttention,
     Layer,
+    Mamba2,
     MoE,
     Names,
     Norm,
     Rope,
     RopeKind,
     Routing,
+    TokenMixer,
 )
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -29,6 +29,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """By transformers' names."""
 WINDOWED = {"sliding_attention": True, "full_attention": False}
@@ -44,6 +45,8 @@ _LIMITS = (
 """By what is in a key, the first that fits."""
 _LEAST_NUMBER, _MOST_NUMBER = 1e-38, 1e38
 """About what float32 holds."""
+_INFINITY = {"__float__": "Infinity"}
+"""As transformers 5 writes it."""
 _NEUTRAL = {
     "alibi": False,
     "attn_logit_softcapping": None,
@@ -239,6 +242,25 @@ class ConfigReader:
             self.faults.append(f"hidden_act of experts is {self.raw.get('hidden_act')!r}, supported: silu, gelu_pytorch_tanh")
         return MoE(routing, width, activation, by_expert=self.expert_parallel, **fields)  # type: ignore[arg-type]
 
+    def mamba2(
+        self, num_heads: int, num_groups: int, head_dim: int, state_size: int, kernel_size: int, norm: Norm, **fields: Any
+    ) -> Mamba2:
+        """Mamba-2 with the time_step_limit of the config."""
+        if num_heads % num_groups:
+            self.faults.append(f"{num_groups} groups of Mamba-2 must divide its {num_heads} heads")
+            num_groups = 1
+        if kernel_size == 1:
+            self.faults.append("the convolution of Mamba-2 sees 1 token, must be at least 2")
+        limit = self._value("time_step_limit")
+        if isinstance(limit, list):
+            limit = [math.inf if value == _INFINITY else value for value in limit]
+        if limit is not None:
+            if not isinstance(limit, list) or len(limit) != 2 or not all(type(x) in (int, float) and x >= 0 for x in limit):
+                self.faults.append(f"time_step_limit is {limit!r}, must be two numbers, none negative")
+            elif tuple(limit) != (0.0, math.inf):
+                fields["time_step_limit"] = (float(limit[0]), float(limit[1]))
+        return Mamba2(num_heads, num_groups, head_dim, state_size, kernel_size, norm, **fields)
+
     def rms_norm(self, name: str, **fields: Any) -> Norm:
         """A norm with the config's epsilon."""
         return Norm(name, self.number("rms_norm_eps", 1e-6), **fields)
@@ -247,7 +269,7 @@ class ConfigReader:
         """A LayerNorm with the config's epsilon."""
         return Norm(name, self.number(eps_name, 1e-5), centred=True, bias=bias)
 
-    def pre_norm_layer(self, attention: Attention | LatentAttention | GatedDeltaNet, mlp: MLP | MoE, **fields: Any) -> Layer:
+    def pre_norm_layer(self, attention: TokenMixer, mlp: MLP | MoE, **fields: Any) -> Layer:
         """A layer as Llama has it."""
         return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"), **fields)
 

@@ -10,6 +10,7 @@ from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError, joined
 from jaxllm.files import read_json
 from jaxllm.model_config import DTYPES, FP8, ModelConfig
 from jaxllm.model_parts import Names
+from jaxllm.models.classifier import with_classifier
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
 from jaxllm.models.text_part import without_rope_sections
@@ -53,12 +54,14 @@ def load_model_config(
     directory = Path(directory)
     raw = {**read_config_json(directory), **(overrides or {})}
     architecture, read, has_head = find(raw, directory, model_class)
-    generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
-    if generates and not has_head:
-        raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
     options = {"max_model_len": max_model_len, "expert_parallel": expert_parallel}
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
     config = _read(read, reader, directory)
+    has_head = has_head and config.encoder is None
+    generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
+    if generates and not has_head:
+        made = "embeddings" if config.classifier is None else "scores"
+        raise ConfigError(f"runner is generate, but {directory} is a model without a head for text, which makes {made} only")
     dtype = _dtype(reader, dtype, on_gpu)
     stored_dtype = _stored_dtype(raw) if _stored_dtype(raw) in DTYPES else dtype
     asked = Options(quantization, dequantize, on_gpu, dtype, config.names.unquantized, stored_dtype=stored_dtype)
@@ -76,7 +79,8 @@ def load_model_config(
         kv_cache_dtype = FP8 if any(format.kv_scales is not None for format in formats) else dtype
     elif kv_cache_dtype in ("fp8", "fp8_e4m3"):
         kv_cache_dtype = FP8
-    pooling = load_pooling_config(directory, raw, pooler_config)
+    of_family = {"is_encoder": config.encoder is not None, "is_classifier": config.classifier is not None}
+    pooling = load_pooling_config(directory, raw, pooler_config, default=config.pooling, **of_family)
     longest = config.max_position
     config = dataclasses.replace(
         config,
@@ -99,7 +103,7 @@ def load_model_config(
 def _read(read: Read, reader: ConfigReader, directory: Path) -> ModelConfig:
     """The config that a family makes of these values."""
     try:
-        config = read(reader)
+        config = with_classifier(read(reader), reader, directory)
         reader.faults.extend(config.size_faults())
     except JaxLLMError:
         raise

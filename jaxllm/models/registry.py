@@ -21,6 +21,8 @@ from jaxllm.models.config_reader import ConfigReader
 Read = Callable[[ConfigReader], ModelConfig]
 
 FAMILIES = {
+    "BertForSequenceClassification": ("bert", "jaxllm.models.bert:read"),
+    "BertModel": ("bert", "jaxllm.models.bert:read"),
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "jaxllm.models.deepseek:read_v2"),
@@ -39,8 +41,11 @@ FAMILIES = {
     "GptOssForCausalLM": ("gpt_oss", "jaxllm.models.gpt_oss:read"),
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", "jaxllm.models.granite_hybrid:read"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
+    "Lfm2ForCausalLM": ("lfm2", "jaxllm.models.lfm2:read"),
+    "Lfm2MoeForCausalLM": ("lfm2_moe", "jaxllm.models.lfm2:read_moe"),
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
@@ -48,6 +53,9 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": ("mistral3", "jaxllm.models.mistral3:read"),
     "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
     "MixtralForCausalLM": ("mixtral", "jaxllm.models.mixtral:read"),
+    "ModernBertForSequenceClassification": ("modernbert", "jaxllm.models.modernbert:read"),
+    "ModernBertModel": ("modernbert", "jaxllm.models.modernbert:read"),
+    "NemotronHForCausalLM": ("nemotron_h", "jaxllm.models.nemotron_h:read"),
     "OPTForCausalLM": ("opt", "jaxllm.models.opt:read"),
     "Olmo2ForCausalLM": ("olmo2", "jaxllm.models.olmo:read"),
     "Olmo3ForCausalLM": ("olmo3", "jaxllm.models.olmo:read_olmo3"),
@@ -68,17 +76,23 @@ FAMILIES = {
     "Qwen3NextForCausalLM": ("qwen3_next", "jaxllm.models.qwen3_next:read"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "jaxllm.models.qwen3_vl:read"),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "jaxllm.models.qwen3_vl:read_moe"),
+    "RobertaForSequenceClassification": ("roberta", "jaxllm.models.bert:read_roberta"),
+    "RobertaModel": ("roberta", "jaxllm.models.bert:read_roberta"),
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "jaxllm.models.idefics3:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
     "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
+    "XLMRobertaForSequenceClassification": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
+    "XLMRobertaModel": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
 
 TEXT_MODEL_TYPES = {"kimi_k2": "DeepseekV3ForCausalLM"}
 """Further model_types of a `text_config`, by the architecture whose names and values these are."""
 
+CLASSIFIER = "ForSequenceClassification"
+"""How the architectures of classifiers end."""
 _LONGEST_NAME = 100
 """Characters of an unknown name that are compared with those of the known."""
 ENTRY_POINTS = "jaxllm.models"
@@ -93,8 +107,9 @@ def architectures() -> list[str]:
 def find(raw: Mapping[str, Any], source: object, model_class: str | None = None) -> tuple[str, Read, bool]:
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
-    `Qwen3Model` is `Qwen3ForCausalLM` without one, `Qwen3VLModel` is `Qwen3VLForConditionalGeneration`. Of an unknown architecture whose
-    `text_config` is of a known one, the text model is read. model_class: module:name of the function, or of what has it as `read`.
+    `Qwen3Model` is `Qwen3ForCausalLM` without one, as is `Qwen3ForSequenceClassification`, which has another head; `Qwen3VLModel` is
+    `Qwen3VLForConditionalGeneration`, and `BertForMaskedLM` is `BertModel`. Of an unknown architecture whose `text_config` is of a
+    known one, the text model is read. model_class: module:name of the function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
     name = _name(raw)
@@ -120,11 +135,13 @@ def _name(raw: Mapping[str, Any]) -> str:
 
 def _found(raw: Mapping[str, Any], name: str, model_class: str | None = None) -> tuple[str, Read, bool] | None:
     """What `find` returns; None: nothing reads this architecture."""
-    whole = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
+    kind = next((kind for kind in ("Model", CLASSIFIER) if name.endswith(kind)), None)
+    whole = name if kind is None else f"{name.removesuffix(kind)}ForCausalLM"
     if model_class is not None:
         return whole, _imported(model_class), name == whole
     seeing = f"{name.removesuffix('Model')}ForConditionalGeneration" if name.endswith("Model") else name
-    for architecture in dict.fromkeys((name, whole, seeing)):
+    bare = re.sub("ForMaskedLM$", "Model", name)
+    for architecture in dict.fromkeys((name, whole, seeing, bare)):
         if (read := _read_function(architecture)) is not None:
             return architecture, read, architecture == name
     if name.endswith(("ForConditionalGeneration", "ForCausalLM", "Model")) and (read := _of_text_part(raw)) is not None:
@@ -161,7 +178,7 @@ def _known(name: str, model_type: str) -> str:
 
 
 def _stem(architecture: str) -> str:
-    return re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration|Model)$", "", architecture).lower()
+    return re.sub(f"(ForCausalLM|LMHeadModel|ForConditionalGeneration|{CLASSIFIER}|Model)$", "", architecture).lower()
 
 
 def _likeness(name: str, other: str) -> float:

@@ -33,6 +33,7 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "rank": None,
     "vision": None,
     "audio": None,
+    "class": None,
 }
 
 

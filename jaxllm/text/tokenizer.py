@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders
@@ -18,6 +18,16 @@ LONG = 1024
 """Characters, or token ids, whose conversion takes long enough to let other threads run meanwhile."""
 _PROBE = "a\U0010fffd"
 """A text with a character that few vocabularies have."""
+
+
+class PairIds(NamedTuple):
+    """The tokens of a pair of texts."""
+
+    ids: list[int]
+    type_ids: list[int]
+    """0 for the first text and its special tokens, perhaps 1 for the second."""
+    text_of: list[int | None]
+    """0 for tokens of the first text, 1 for those of the second, None for special tokens."""
 
 
 class Tokenizer:
@@ -77,6 +87,18 @@ class Tokenizer:
         """The token ids of several texts, in several threads."""
         with failures_as(_refused):
             return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list["PairIds"]:
+        """The token ids of pairs of texts, with the special tokens that the tokenizer puts around and between the two."""
+        with failures_as(_refused):
+            found = self._backend.encode_batch(list(pairs))
+        return [PairIds(one.ids, one.type_ids, one.sequence_ids) for one in found]
+
+    @property
+    def gives_types(self) -> bool:
+        """Whether models that the tokenizer is for take the types of tokens."""
+        names = self.config.get("model_input_names")
+        return not isinstance(names, list) or "token_type_ids" in names
 
     def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
         """The ids of a text, with special tokens in it as ordinary text. `is_start`: it does not follow a special token."""
@@ -265,6 +287,11 @@ class SlowTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PairIds]:
+        raise InvalidRequestError(
+            f"pairs of texts need a tokenizer.json, which {self.name_or_path} has not; send token ids", "prompt"
+        )
 
     def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
         return self._slow.encode(text, add_special_tokens=False, split_special_tokens=True)

@@ -12,7 +12,9 @@ from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine import prepare, step_sizes
 from jaxllm.engine.prepare import Prepared, resolve_sizes
 from jaxllm.errors import ConfigError
+from jaxllm.layers.build import build_model
 from jaxllm.loaders.load import load_weights
+from jaxllm.models.load_config import load_model_config
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.sampling.processors import Processor
 from jaxllm.sampling.variants import Variant
@@ -180,3 +182,10 @@ def test_a_step_that_needs_more_than_estimated_makes_the_cache_smaller(monkeypat
 def test_a_directory_that_is_no_artifact_is_an_error_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="no compiled artifact"):
         prepared(compiled_artifact=str(DIRECTORY))
+
+
+def test_experts_that_each_step_widens_are_told(caplog):
+    config = load_model_config(goldens.FOLDER / "qwen3_moe", quantization="int8").for_tensor_parallel(1)
+    for each, count in ((config.in_tiles(), 0), (config, 1)):
+        prepare.warn_of_widened_experts([build_model(each)], "bfloat16")
+        assert sum("--dequantize if they fit into memory in bfloat16" in text for text in caplog.messages) == count

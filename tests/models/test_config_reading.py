@@ -9,6 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from jaxllm.model_parts import MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.models.registry import FAMILIES
+from scripts.make_encoder_goldens import VARIANTS as ENCODERS
 from scripts.make_goldens import FOLDER, VARIANTS
 from scripts.make_picture_goldens import VARIANTS as PICTURES
 
@@ -71,4 +72,5 @@ def test_every_family_has_a_variant():
     tested = {config.model_type.removesuffix("_text") for config in VARIANTS.values()}
     tested |= {arguments["family"] for arguments in PICTURES.values()}
     tested |= {path.parent.name for path in FOLDER.glob("*/audio.json")}
+    tested |= {config.model_type for config, _ in ENCODERS.values()}
     assert {model_type.removesuffix("_text") for model_type, _ in FAMILIES.values()} == tested

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from scripts import make_goldens, make_picture_goldens
+from scripts import make_encoder_goldens, make_goldens, make_picture_goldens
 from tests.helpers import goldens
 
 pytestmark = pytest.mark.torch
@@ -19,7 +19,7 @@ def torch():
 def test_the_script_that_makes_goldens_knows_each():
     folders = {path.name for path in make_goldens.FOLDER.iterdir() if any(path.glob("*.json"))}
     of_audio = {path.parent.name for path in make_goldens.FOLDER.glob("*/audio.json")}
-    assert {*make_goldens.kept(), *make_picture_goldens.kept(), *of_audio} == folders
+    assert {*make_goldens.kept(), *make_picture_goldens.kept(), *make_encoder_goldens.kept(), *of_audio} == folders
     assert make_goldens.VARIANTS.keys() >= set(make_goldens.kept())
     assert sorted(make_picture_goldens.VARIANTS) == make_picture_goldens.kept()
 
