@@ -22,7 +22,7 @@ from jaxllm.model_config import MAX_LAYERS, MAX_POSITION
 from jaxllm.models.config_reader import MAX_EXPERTS, MAX_INTEGER, MAX_VOCABULARY
 from jaxllm.models.registry import FAMILIES
 from jaxllm.quantization.formats import supported_checkpoints
-from jaxllm.text import tokenizer_files
+from jaxllm.text import tiktoken_files, tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from scripts.make_encoder_goldens import VARIANTS as ENCODERS
 from scripts.make_goldens import FOLDER, VARIANTS
@@ -95,7 +95,7 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 | weights in the checkpoint | weights in the model |
 |---|---|
 | fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
-| fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; with `--quantization fp8` fp8 with a scale per channel |
+| fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; `--quantization fp8`: a scale per channel |
 | fp8, a scale per channel or tensor, of experts; fp8 of heads and others outside of linear layers | 16 bits |
 | fp8 with plain activations, or of some layers where others are in another format | as stored, widened inside products |
 | NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |
@@ -180,9 +180,11 @@ def _limits() -> list[str]:
         f"{MAX_VOCABULARY:,} tokens, a sequence {MAX_POSITION:,}, a model {MAX_LAYERS:,} layers with {MAX_EXPERTS:,} experts each and "
         f"{model_config.MAX_EXPERTS:,} together; any other integer is at most {MAX_INTEGER:,}. A tokenizer.json has at most "
         f"{MAX_TOKENIZER_BYTES >> 20} MiB, and its steps make at most {MAX_GROWTH} characters of one; tokens next to it have at most "
-        f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. A GGUF file has at most "
-        f"{MAX_TENSORS:,} tensors of 1 to {MAX_DIMENSIONS} dimensions, and {MAX_VALUES:,} values and {MAX_TEXT_BYTES >> 20} MiB of texts "
-        f"in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} characters. An error names a value and its limit.",
+        f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. A tiktoken.model, which is "
+        f"read where there is no tokenizer.json, has at most {tiktoken_files.MAX_BYTES >> 20} MiB; those of Kimi are known. A GGUF file "
+        f"has at most {MAX_TENSORS:,} tensors of 1 to {MAX_DIMENSIONS} dimensions, and {MAX_VALUES:,} values and "
+        f"{MAX_TEXT_BYTES >> 20} MiB of texts in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} "
+        "characters. An error names a value and its limit.",
     ]
 
 

@@ -182,7 +182,7 @@ def quantized_widths(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
     if not model.quantizes_inputs or model.latent_attentions or model.state_mixers:
         return ()
     dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
-    split = [*(part.num_heads * part.head_dim for part in model.attentions), *(mlp.width for mlp in dense if mlp is not None)]
+    split = [*(part.output_width for part in model.attentions), *(mlp.width for mlp in dense if mlp is not None)]
     return tuple(dict.fromkeys([model.hidden_size, *(width // num_devices for width in split)]))
 
 

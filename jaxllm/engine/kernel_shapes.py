@@ -296,7 +296,7 @@ def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
         quantize.Shapes(
             dtype=model.dtype,
             width=model.hidden_size,
-            of_heads=layer.attention.num_heads * layer.attention.head_dim // engine.tensor_parallel,
+            of_heads=layer.attention.output_width // engine.tensor_parallel,
             of_mlp=0 if mlp is None else mlp.width // engine.tensor_parallel,
             eps=1e-5 if layer.mlp_norm is None else layer.mlp_norm.eps,
         )

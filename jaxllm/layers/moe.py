@@ -175,10 +175,9 @@ def _weight(
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[Source | Stacked, Source | Stacked]:
     """Sources of gate and up, and of down."""
     E, D, F = part.routing.num_experts, part.latent_dim or config.hidden_size, part.width
-    if not part.gated:
-        return _experts(gates, E, (1, F, D)), _experts([down], E, (D, F))
     if not part.transposed:
-        return _experts(gates, E, (F, D) if "{}" in gates[0] else (2, F, D)), _experts([down], E, (D, F))
+        shape = (1, F, D) if not part.gated else (F, D) if "{}" in gates[0] else (2, F, D)
+        return _experts([f"{name}{part.ending}" for name in gates], E, shape), _experts([f"{down}{part.ending}"], E, (D, F))
     halves = Source((Tensor(gates[0], (E, D, 2 * F), (E, D, 2, F)),), 0, (0, 2, 3, 1))
     gate_up_source = _alternating(gates[0], (E, D, F, 2)) if part.alternating else halves
     return gate_up_source, _alternating(down, (E, F, D))
@@ -192,12 +191,11 @@ def _in_slots(source: Source | Stacked, part: MoE) -> Source | Stacked:
 def _experts(names: list[str], num_experts: int, shape: tuple[int, ...]) -> Source | Stacked:
     """The weights of all experts, of a tensor per expert and name, or of one of all."""
     if "{}" in names[0]:
-        per_expert = [Tensor(f"{name.format(i)}.weight", shape[-2:], shape) for i in range(num_experts) for name in names]
+        per_expert = [Tensor(name.format(i), shape[-2:], shape) for i in range(num_experts) for name in names]
         return Stacked(tuple(per_expert), (num_experts, len(names)) if len(names) > 1 else (num_experts,))
     whole = (num_experts, *shape)
-    return Source(
-        (Tensor(f"{names[0]}.weight", (num_experts, math.prod(shape[:-1]), shape[-1]), whole),), 0, tuple(range(len(whole)))
-    )
+    stored = (num_experts, math.prod(shape[:-1]), shape[-1])
+    return Source((Tensor(names[0], stored, whole),), 0, tuple(range(len(whole))))
 
 
 def _alternating(name: str, view: tuple[int, ...]) -> Source:

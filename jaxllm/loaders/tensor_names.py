@@ -13,6 +13,7 @@ from jaxllm.model_parts import MoE
 
 Entries = Mapping[str, TensorEntry]
 _OF_NORM = {"gamma": "weight", "beta": "bias"}
+"""Names of a norm's tensors in encoders saved from TensorFlow."""
 
 
 def as_named_here(config: ModelConfig, entries: Entries) -> Entries:
@@ -20,7 +21,7 @@ def as_named_here(config: ModelConfig, entries: Entries) -> Entries:
     prefix, _, bare = config.names.embedding.partition(".")
     if f"{bare}.weight" in entries:  # saved as a bare decoder, as embedding models are
         entries = {f"{prefix}.{name}": entry for name, entry in entries.items()}
-    if config.encoder is not None:  # norms of checkpoints from TensorFlow
+    if config.encoder is not None:
         entries = {
             re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: f"LayerNorm.{_OF_NORM[found[1]]}", name): entry
             for name, entry in entries.items()
@@ -45,21 +46,23 @@ def as_named_here(config: ModelConfig, entries: Entries) -> Entries:
 
 
 def others_told(config: ModelConfig, entries: Entries) -> str:
-    """A text about the tensors of a checkpoint that are neither the text model's nor an encoder's; empty: there are none."""
+    """A text about the tensors of a checkpoint that neither the text model nor an encoder takes; empty: there are none."""
     vision = None if config.vision is None else config.vision.encoder
     encoders = [each for each in (vision, config.audio) if each is not None]
-    others = [name for name in entries if config.names.is_other(name) and not any(each.name_of(name) for each in encoders)]
+    names = config.names
+    left = [name for name in entries if names.is_other(name) or name.startswith(names.ignored)]
+    others = [name for name in left if not any(each.name_of(name) for each in encoders)]
     counts = Counter(".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in others)
     size = sum(entries[name].num_bytes for name in others)
     told = ", ".join(f"{prefix} ({count})" for prefix, count in counts.most_common(10))
-    return f"{len(others)} tensors of {size / 2**20:.1f} MiB are not of the text model, and left out: {told}" if others else ""
+    return f"{len(others)} tensors of {size / 2**20:.1f} MiB are not of the model, and left out: {told}" if others else ""
 
 
 def _of_all_experts(prefix: str, moe: MoE) -> Iterator[tuple[str, list[str]]]:
     """The name that a tensor with gates and ups, or downs, of all experts may have, and those of an expert's own, with {} for its
     number."""
-    yield f"{prefix}.experts.gate_up_proj", [f"{prefix}.{part}.weight" for part in moe.gate_up]
-    yield f"{prefix}.experts.down_proj", [f"{prefix}.{moe.down}.weight"]
+    yield f"{prefix}.experts.gate_up_proj", [f"{prefix}.{part}{moe.ending}" for part in moe.gate_up]
+    yield f"{prefix}.experts.down_proj", [f"{prefix}.{moe.down}{moe.ending}"]
 
 
 def _split(entry: TensorEntry, num_parts: int, num_experts: int) -> list[list[TensorEntry]]:

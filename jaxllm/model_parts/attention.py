@@ -19,6 +19,16 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """Factors of the outputs of heads: products of what attention takes, after an activation."""
+
+    name: str
+    activation: Literal["sigmoid", "softplus"]
+    by_head: bool
+    """Whether all values of a head have the same factor."""
+
+
+@dataclass(frozen=True)
 class Attention:
     """Grouped-query attention over keys and values in the cache, or in an encoder over those of the prompt."""
 
@@ -37,6 +47,8 @@ class Attention:
     out_bias: bool = False
     head_norms: tuple[Norm, Norm] | None = None
     """The norms of each query head and each key head, before the rotation; of equal epsilon."""
+    rotates_first: bool = False
+    """Whether these norms follow the rotation."""
     whole_norms: tuple[Norm, Norm] | None = None
     """Norms of queries and keys over all heads together."""
     own_norms: tuple[Norm, Norm] | None = None
@@ -49,8 +61,15 @@ class Attention:
     gated: bool = False
     """Whether the weight of the queries gives each head a gate too, behind its query: the head's output is multiplied by the gate's
     sigmoid."""
+    gate: OutputGate | None = None
+    """A gate with its own weight."""
+    value_dim: int | None = None
+    """Values of a head's value, if these are fewer than `head_dim`: the cache holds zeros behind them."""
+    value_scale: float = 1.0
+    """Factor of the values."""
     sinks: bool = False
     """Whether each query head has a learned score that takes part in its softmax as a key's does, with a value of zero."""
+    sinks_name: str = "sinks"
     num_inputs: int = 1
     """Vectors of the model's width that it takes of each token, one behind the other."""
     name: str = "self_attn"
@@ -78,14 +97,22 @@ class Attention:
         return 4.0 * self.num_heads * self.head_dim
 
     @property
+    def output_width(self) -> int:
+        """Values of all heads' outputs."""
+        return self.num_heads * (self.value_dim or self.head_dim)
+
+    @property
     def linears(self) -> dict[str, tuple[str, ...]]:
         """The checkpoint's modules that each linear layer is made of."""
-        return {"qkv": tuple(f"{self.name}.{part}" for part in self.qkv), "out": (f"{self.name}.{self.out}",)}
+        parts = {"qkv": self.qkv} if self.value_dim is None else {"qkv": self.qkv[:2], "value": self.qkv[2:]}
+        parts |= {"gate": (self.gate.name,)} if self.gate is not None else {}
+        return {part: tuple(f"{self.name}.{name}" for name in names) for part, names in (parts | {"out": (self.out,)}).items()}
 
     @property
     def values_per_token(self) -> int:
         """Intermediate values that a step has at once for each token, over all devices."""
-        return (3 * (self.num_heads + 2 * self.num_kv_heads) + self.gated * self.num_heads) * self.head_dim
+        has_gate = self.gated or self.gate is not None
+        return (3 * (self.num_heads + 2 * self.num_kv_heads) + has_gate * self.num_heads) * self.head_dim
 
     def indivisible(self, size: int) -> list[str]:
         """The numbers that keep this part from being split over `size` devices."""
@@ -123,6 +150,7 @@ class LatentAttention:
     """Norm of the queries' latents, if queries have latents."""
     query_dim: int | None = None
     """Width of these."""
+    query_scale: QueryScale | None = None
     bias: bool = False
     """Whether the products that give latents, and the output, have biases."""
     name: str = "self_attn"

@@ -15,6 +15,8 @@ class MLP:
     width: int
     activation: Activation = "silu"
     gated: bool = True
+    xielu: str | None = None
+    """The module with the numbers of the activation xIELU, which then stands in place of `activation`; without a gate."""
     bias: bool = False
     name: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -100,6 +102,8 @@ class MoE:
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     """One name without {}: a tensor of all experts. Without a gate the name of up."""
     down: str = "experts.{}.down_proj"
+    ending: str = ".weight"
+    """Ending of the names of tensors that are not transposed."""
     transposed: bool = False
     """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`."""
     alternating: bool = False

@@ -34,6 +34,8 @@ ACTIVATIONS: dict[str, Activation] = {
 """By transformers' names."""
 WINDOWED = {"sliding_attention": True, "full_attention": False}
 """Whether a layer has a window, by its entry in layer_types."""
+SPARSE = {"sparse": True, "dense": False}
+"""Whether a layer has experts, by its entry in mlp_layer_types."""
 MAX_INTEGER, MAX_VOCABULARY, MAX_EXPERTS = 2**20, 2**24, 4096
 """Limits of what a config.json may ask for: of any integer, of tokens of a vocabulary, of experts of a layer."""
 _LIMITS = (
@@ -173,9 +175,11 @@ class ConfigReader:
     def num_layers(self) -> int:
         return self.integer("num_hidden_layers")
 
-    def layer_kinds(self, kinds: Mapping[str, bool], otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
-        """The value in `kinds` of each layer's entry in `layer_types`; that of `otherwise` where it is absent."""
-        given = self._value("layer_types")
+    def layer_kinds(
+        self, kinds: Mapping[str, bool], otherwise: Callable[[int], bool], name: str = "layer_types"
+    ) -> tuple[bool, ...]:
+        """The value in `kinds` of each layer's entry in the list of this name; that of `otherwise` where it is absent."""
+        given = self._value(name)
         if given is None:
             return tuple(otherwise(layer) for layer in range(self.num_layers))
         if (
@@ -183,9 +187,25 @@ class ConfigReader:
             or len(given) != self.num_layers
             or not all(isinstance(kind, str) and kind in kinds for kind in given)
         ):
-            self.faults.append(f"layer_types is {given!r}, must be {self.num_layers} of {' or '.join(kinds)}")
+            self.faults.append(f"{name} is {given!r}, must be {self.num_layers} of {' or '.join(kinds)}")
             return (False,) * self.num_layers
         return tuple(kinds[kind] for kind in given)
+
+    def per_layer(self, name: str, otherwise: int) -> list[int]:
+        """A positive integer for each layer, from the list of this name; `otherwise` for all where it is absent."""
+        given = self._value(name)
+        if given is None:
+            return [otherwise] * self.num_layers
+        if not isinstance(given, list) or len(given) != self.num_layers or not all(type(n) is int and n > 0 for n in given):
+            self.faults.append(f"{name} is {given!r}, must be a list of {self.num_layers} positive integers")
+            return [otherwise] * self.num_layers
+        return given
+
+    def with_experts(self, layers: list[Layer], moe: MoE) -> list[Layer]:
+        """Layers with experts where mlp_layer_types says so, or else in all behind the first first_k_dense_replace."""
+        num_dense = self.count("first_k_dense_replace")
+        kinds = self.layer_kinds(SPARSE, lambda layer: layer >= num_dense, "mlp_layer_types")
+        return [dataclasses.replace(layer, mlp=moe) if on else layer for layer, on in zip(layers, kinds, strict=True)]
 
     def layers_with_rope(self) -> list[bool]:
         """Whether each layer has positions, where no_rope_layers or else no_rope_layer_interval says so."""
@@ -309,6 +329,21 @@ class ConfigReader:
                 self.faults.append(f"layer_types is {kinds!r}, supported by {self.architecture}: layers of one kind")
 
     # --- positions ---
+
+    def longest(self, name: str, max_position: int, what: str) -> int:
+        """The longest sequence of a model that is computed for sequences up to the value of this key, if it has one.
+
+        A fault if longer ones shall be served. what: what these need.
+        """
+        limit = self.integer_or_none(name)
+        if limit is None:
+            return max_position
+        if self.max_model_len is not None and self.max_model_len > limit:
+            self.faults.append(
+                f"max_model_len is {self.max_model_len}, but {name} is {limit}, and {what} is not supported; "
+                f"use --max-model-len {limit} or less"
+            )
+        return min(limit, max_position)
 
     def positions(self, **rope: Any) -> tuple[Rope, int]:
         """Rope and the longest sequence. Keywords are those of `rope`.

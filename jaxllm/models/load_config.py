@@ -126,6 +126,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         if files := sorted(directory.glob("*.gguf")):
             raise ModelLoadError(f"{directory} has no config.json but GGUF files; give the path of one: {files[0]}")
+        if (directory / "params.json").is_file():
+            raise ModelLoadError(
+                f"{directory} has no config.json but params.json, Mistral's own form; give a checkpoint that has the hub's form too"
+            )
         raise ModelLoadError(
             f"{directory} is not a model directory: it has no config.json; give the directory that holds config.json and the weights"
         )

@@ -21,12 +21,17 @@ from jaxllm.models.config_reader import ConfigReader
 Read = Callable[[ConfigReader], ModelConfig]
 
 FAMILIES = {
+    "AfmoeForCausalLM": ("afmoe", "jaxllm.models.afmoe:read"),
+    "ApertusForCausalLM": ("apertus", "jaxllm.models.apertus:read"),
+    "BailingMoeV2ForCausalLM": ("bailing_moe", "jaxllm.models.bailing:read"),
     "BertForSequenceClassification": ("bert", "jaxllm.models.bert:read"),
     "BertModel": ("bert", "jaxllm.models.bert:read"),
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "jaxllm.models.deepseek:read_v2"),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", "jaxllm.models.deepseek:read_v32"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "jaxllm.models.deepseek:read_v3"),
+    "Dots1ForCausalLM": ("dots1", "jaxllm.models.dots1:read"),
     "Ernie4_5ForCausalLM": ("ernie4_5", "jaxllm.models.ernie:read"),
     "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "jaxllm.models.ernie_moe:read"),
     "Exaone4ForCausalLM": ("exaone4", "jaxllm.models.exaone4:read"),
@@ -37,20 +42,29 @@ FAMILIES = {
     "GemmaForCausalLM": ("gemma", "jaxllm.models.gemma:read"),
     "Glm4ForCausalLM": ("glm4", "jaxllm.models.glm:read_glm4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "jaxllm.models.glm4_moe:read"),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", "jaxllm.models.glm4_moe:read_lite"),
     "GlmForCausalLM": ("glm", "jaxllm.models.glm:read"),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "jaxllm.models.glm4_moe:read_dsa"),
     "GptOssForCausalLM": ("gpt_oss", "jaxllm.models.gpt_oss:read"),
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", "jaxllm.models.granite_hybrid:read"),
+    "HYV3ForCausalLM": ("hy_v3", "jaxllm.models.hy3:read"),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", "jaxllm.models.hunyuan:read"),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe", "jaxllm.models.hunyuan:read_moe"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
+    "LagunaForCausalLM": ("laguna", "jaxllm.models.laguna:read"),
     "Lfm2ForCausalLM": ("lfm2", "jaxllm.models.lfm2:read"),
     "Lfm2MoeForCausalLM": ("lfm2_moe", "jaxllm.models.lfm2:read_moe"),
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
+    "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "jaxllm.models.mimo:read"),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "jaxllm.models.minimax:read"),
     "Ministral3ForCausalLM": ("ministral3", "jaxllm.models.mistral:read_ministral3"),
     "Mistral3ForConditionalGeneration": ("mistral3", "jaxllm.models.mistral3:read"),
+    "Mistral4ForCausalLM": ("mistral4", "jaxllm.models.mistral:read_mistral4"),
     "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
     "MixtralForCausalLM": ("mixtral", "jaxllm.models.mixtral:read"),
     "ModernBertForSequenceClassification": ("modernbert", "jaxllm.models.modernbert:read"),
@@ -63,10 +77,10 @@ FAMILIES = {
     "Phi3ForCausalLM": ("phi3", "jaxllm.models.phi3:read"),
     "PhiMoEForCausalLM": ("phimoe", "jaxllm.models.phimoe:read"),
     "PhimoeForCausalLM": ("phimoe", "jaxllm.models.phimoe:read"),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "jaxllm.models.qwen2_5_vl:read"),
     "Qwen2AudioForConditionalGeneration": ("qwen2_audio", "jaxllm.models.qwen2_audio:read"),
     "Qwen2ForCausalLM": ("qwen2", "jaxllm.models.qwen2:read"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "jaxllm.models.qwen_moe:read_qwen2_moe"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "jaxllm.models.qwen2_5_vl:read"),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", "jaxllm.models.qwen3_5:read"),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "jaxllm.models.qwen3_5:read"),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "jaxllm.models.qwen3_5:read_moe"),
@@ -78,6 +92,7 @@ FAMILIES = {
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "jaxllm.models.qwen3_vl:read_moe"),
     "RobertaForSequenceClassification": ("roberta", "jaxllm.models.bert:read_roberta"),
     "RobertaModel": ("roberta", "jaxllm.models.bert:read_roberta"),
+    "SarvamMoEForCausalLM": ("sarvam_moe", "jaxllm.models.bailing:read_sarvam"),
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "jaxllm.models.idefics3:read"),
@@ -88,11 +103,11 @@ FAMILIES = {
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
 
+CLASSIFIER = "ForSequenceClassification"
+"""How the architectures of classifiers end."""
 TEXT_MODEL_TYPES = {"kimi_k2": "DeepseekV3ForCausalLM"}
 """Further model_types of a `text_config`, by the architecture whose names and values these are."""
 
-CLASSIFIER = "ForSequenceClassification"
-"""How the architectures of classifiers end."""
 _LONGEST_NAME = 100
 """Characters of an unknown name that are compared with those of the known."""
 ENTRY_POINTS = "jaxllm.models"
@@ -108,8 +123,8 @@ def find(raw: Mapping[str, Any], source: object, model_class: str | None = None)
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
     `Qwen3Model` is `Qwen3ForCausalLM` without one, as is `Qwen3ForSequenceClassification`, which has another head; `Qwen3VLModel` is
-    `Qwen3VLForConditionalGeneration`, and `BertForMaskedLM` is `BertModel`. Of an unknown architecture whose `text_config` is of a
-    known one, the text model is read. model_class: module:name of the function, or of what has it as `read`.
+    `Qwen3VLForConditionalGeneration`, and `BertForMaskedLM` is `BertModel`. Of an unknown architecture whose `text_config` is of a known
+    one, the text model is read. model_class: module:name of the function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
     name = _name(raw)

@@ -1,4 +1,4 @@
-"""Loads a tokenizer: from tokenizer.json if there is one, else through `transformers`, which is slow to import."""
+"""Loads a tokenizer: from tokenizer.json or tiktoken.model if there is one, else through `transformers`, which is slow to import."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +12,9 @@ from tokenizers import AddedToken, decoders
 from jaxllm.errors import InvalidRequestError, ModelLoadError, shortened
 from jaxllm.gguf_files.unpack import NO_TOKENIZER
 from jaxllm.rust_failures import failures_as
+from jaxllm.text.byte_letters import BYTES
+from jaxllm.text.tiktoken_files import FILE as TIKTOKEN
+from jaxllm.text.tiktoken_files import read_tiktoken
 from jaxllm.text.tokenizer_files import NAMED_SPECIAL_TOKENS, chat_templates, read_backend, read_tokenizer_config
 
 LONG = 1024
@@ -167,7 +170,7 @@ class Tokenizer:
         if found is None:
             token = self.convert_id_to_token(id) or ""
             try:
-                found = bytes(_BYTE_OF_LETTER[letter] for letter in token)
+                found = bytes(BYTES[letter] for letter in token)
             except KeyError:  # an added token, spelled as text
                 found = token.encode()
             self._token_bytes[id] = found
@@ -335,6 +338,9 @@ def load_tokenizer(directory: Path, *, name: str | None = None) -> Tokenizer:
     name = name or str(directory)
     file = directory / "tokenizer.json"
     if not file.is_file():
+        if (ranks := directory / TIKTOKEN).is_file():
+            config = read_tokenizer_config(directory)
+            return Tokenizer(read_tiktoken(ranks, config), config, name=name)
         return _load_with_transformers(name, directory)
     backend, config = read_backend(file), read_tokenizer_config(directory)
     with failures_as(lambda reason: ModelLoadError(f"{file} is not a tokenizer: {reason}; download it again")):
@@ -366,13 +372,3 @@ def _load_with_transformers(name: str, directory: Path) -> Tokenizer:
 def _token_text(token: Any) -> str | None:
     """A special token in tokenizer_config.json is a text, or an object with `content`."""
     return token.get("content") if isinstance(token, Mapping) else token
-
-
-def _letters_of_bytes() -> dict[str, int]:
-    """The characters by which byte-level tokenizers represent bytes: printable Latin-1 itself, the rest from U+0100 in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER: dict[str, int] = _letters_of_bytes()

@@ -25,7 +25,17 @@ LEFT_OUT = (
 )
 """Engines keep and schedule these like others here; what differs is in the model, where tests/models compares all logits."""
 VARIANTS = [name for name in goldens.NAMES if name not in LEFT_OUT]
-SMALL_POOL = {"mistral_window": 6, "phi3": 6, "cohere2": 30, "exaone4": 30, "gemma3": 30, "olmo3": 30, "gpt_oss": 14}
+SMALL_POOL = {
+    "mistral_window": 6,
+    "phi3": 6,
+    "cohere2": 30,
+    "exaone4": 30,
+    "gemma3": 30,
+    "olmo3": 30,
+    "gpt_oss": 14,
+    "laguna": 30,
+    "mimo_v2_flash": 30,
+}
 """Number of blocks; by default 12, of which 11 are usable, while four requests of up to 104 tokens need 7 each. Requests that hold
 only a window of 16 tokens need 2 or 3; models with several groups of layers need blocks for each."""
 

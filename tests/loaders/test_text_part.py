@@ -60,7 +60,7 @@ def test_other_models_are_left_out_wherever_the_text_model_is(tmp_path, place, c
     caplog.set_level(logging.INFO, logger="jaxllm")
     check_weights(load_model_config(tmp_path), tmp_path)
     assert_loads_as(tmp_path, "llama_gqa")
-    assert "3 tensors of 0.0 MiB are not of the text model, and left out: " in caplog.text
+    assert "3 tensors of 0.0 MiB are not of the model, and left out: " in caplog.text
     if place != "language_model.":  # as a bare decoder is saved, the others' names too without `model.`
         assert all(told in caplog.text for told in ("model.visual (1)", "vision_tower (1)", "mtp (1)"))
 
