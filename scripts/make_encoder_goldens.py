@@ -5,7 +5,7 @@
 Needs torch and transformers. Each folder holds config.json, model.safetensors (bfloat16) and encoder.json, which has prompts of mixed
 lengths and for each the scores of a classifier's classes, or of an encoder the hidden states of its tokens; of encoders with token types
 the prompts are pairs. Everything is computed in float32. Variants that are not kept there are compared with transformers live
-(tests/end_to_end/test_encoders.py).
+(tests/models/test_transformers_live.py).
 """
 
 import argparse
@@ -41,14 +41,11 @@ MODERN = {**SIZES, "num_hidden_layers": 4, "local_attention": 8, "cls_token_id":
 BIASED = dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)
 
 VARIANTS: dict[str, tuple[PreTrainedConfig, str]] = {
-    "bert": (BertConfig(**SIZES), "AutoModel"),
     "bert_classifier": (BertConfig(**SIZES, num_labels=3), "AutoModelForSequenceClassification"),
-    "roberta": (RobertaConfig(**ROBERTA), "AutoModel"),
     "roberta_classifier": (RobertaConfig(**ROBERTA, num_labels=4), "AutoModelForSequenceClassification"),
     "xlm_roberta": (XLMRobertaConfig(**ROBERTA), "AutoModel"),
     "xlm_roberta_reranker": (XLMRobertaConfig(**ROBERTA, num_labels=1), "AutoModelForSequenceClassification"),
     "modernbert": (ModernBertConfig(**MODERN), "AutoModel"),
-    "modernbert_classifier": (ModernBertConfig(**MODERN, num_labels=3), "AutoModelForSequenceClassification"),
     "modernbert_biases": (
         ModernBertConfig(**MODERN, **BIASED, classifier_pooling="mean", num_labels=1),
         "AutoModelForSequenceClassification",

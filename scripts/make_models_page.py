@@ -68,7 +68,7 @@ TESTED = """
 - Whisper and Qwen 2 Audio have what their encoders make of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`,
   `make_audio_token_golden.py`, `tests/end_to_end/test_whisper.py`, `test_audio_tokens.py`).
 - Encoders and classifiers have goldens of hidden states and scores (`scripts/make_encoder_goldens.py`), which whole engines with packed
-  prompts must give within 1e-4 (`tests/end_to_end/test_encoders.py`); variants without one are compared there live.
+  prompts must give within 1e-4 (`tests/end_to_end/test_encoders.py`); the others are compared live, as above.
 - Families that see images have goldens of prompts with pictures as well (`scripts/make_picture_goldens.py`,
   `tests/models/test_pictures.py`): what their encoder makes of two pictures within 1e-5, the rest as above.
 """
@@ -95,7 +95,7 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 | weights in the checkpoint | weights in the model |
 |---|---|
 | fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
-| fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; `--quantization fp8`: a scale per channel |
+| fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; by channel with `--quantization fp8` |
 | fp8, a scale per channel or tensor, of experts; fp8 of heads and others outside of linear layers | 16 bits |
 | fp8 with plain activations, or of some layers where others are in another format | as stored, widened inside products |
 | NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |

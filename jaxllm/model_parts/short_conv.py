@@ -42,7 +42,7 @@ class ShortConv:
 
     @property
     def flops_per_token(self) -> float:
-        """Operations for each token beside its products."""
+        """Operations for each token in addition to its products."""
         return (2.0 * self.kernel_size + 2.0) * self.num_heads * self.head_dim
 
     @property

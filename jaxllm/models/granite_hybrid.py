@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 in most layers and attention in the others, or attention alone; an MLP in all layers, perhaps beside experts.
+"""Granite 4: Mamba-2 in most layers and attention in the others, or attention alone; an MLP in all layers, perhaps with experts.
 
 Source: IBM's Granite 4.0 model cards, 2025.
 """

@@ -14,7 +14,7 @@ from pallas_kernels.sizes import next_power_of_two
 from pallas_kernels.state_space import xla
 
 MAX_VALUES = 2**14
-"""Of a state: what registers hold."""
+"""Most values of a state: registers hold it."""
 _NUM_WARPS = 8
 
 

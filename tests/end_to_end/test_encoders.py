@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,41 +10,14 @@ from flax import nnx
 from safetensors.flax import load_file, save_file
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.core import EngineCore
 from jaxllm.engine.prepare import resolve_sizes
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.models.load_config import load_model_config
-from scripts import make_encoder_goldens
 from tests.helpers import engines, goldens
+from tests.helpers.encoders import check, golden, make_core, request_of
+from tests.helpers.goldens import FOLDER
 from tests.helpers.slow import slow_except
-
-FOLDER = make_encoder_goldens.FOLDER
-SMALL = {**engines.SMALL, "max_model_len": 64, "max_num_batched_tokens": 80, "token_buckets": (80,)}
-
-
-def make_core(directory, **options: Any) -> EngineCore:
-    return EngineCore(EngineConfig.from_options(**{**SMALL, "model": str(directory), **options}))
-
-
-def golden(name: str) -> list[dict[str, Any]]:
-    results = json.loads((FOLDER / name / "encoder.json").read_text(encoding="utf-8"))["results"]
-    return [{**result, "found": np.array(result["found"], np.float32)} for result in results]
-
-
-def request_of(request_id: str, result: dict[str, Any], **params: Any):
-    made = engines.pooling_request(request_id, result["prompt"], **params)
-    return replace(made, second_text_start=result["second_text_start"])
-
-
-def check(core: EngineCore, results: list[dict[str, Any]], task: str, expected_of=lambda found: found) -> None:
-    """More requests than rows, of which steps hold one or several."""
-    requests = [request_of(f"{i} {again}", result, task=task) for again in range(3) for i, result in enumerate(results)]
-    answers = engines.run(core, requests)
-    assert core.stats().num_preemptions == 0
-    for i, result in enumerate(results):
-        for again in range(3):
-            np.testing.assert_allclose(answers[f"{i} {again}"].pooled, expected_of(result["found"]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "task"), [("bert_classifier", "classify"), ("modernbert", "token_embed")])
@@ -91,19 +62,6 @@ def test_options_that_encoders_do_not_have_are_refused(options, message):
     config = EngineConfig.from_options(model=str(FOLDER / "bert_classifier"), **options)
     with pytest.raises(ConfigError, match=message):
         resolve_sizes(config, FOLDER / "bert_classifier")
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("name", slow_except(["xlm_roberta_reranker"], sorted(make_encoder_goldens.VARIANTS)))
-def test_variants_equal_transformers(name, tmp_path):
-    pytest.importorskip("torch")
-    model = make_encoder_goldens.random_model(name)
-    model.save_pretrained(tmp_path)
-    prompts = make_encoder_goldens.prompts_of(name)
-    results = [{**each, "found": make_encoder_goldens.compute(model, **each).numpy()} for each in prompts]
-    core = make_core(tmp_path)
-    check(core, results, "token_embed" if core.model_config.classifier is None else "classify")
-    core.shutdown()
 
 
 @pytest.mark.parametrize("is_tied", slow_except([True], [True, False]))

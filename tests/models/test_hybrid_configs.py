@@ -1,4 +1,4 @@
-"""What is read of config.json files as the publishers of hybrid models write them."""
+"""Reading config.json files as the publishers of hybrid models write them."""
 
 import json
 

@@ -7,6 +7,8 @@ import pytest
 
 from scripts import make_encoder_goldens, make_goldens, make_picture_goldens
 from tests.helpers import goldens
+from tests.helpers.encoders import check, make_core
+from tests.helpers.slow import slow_except
 
 pytestmark = pytest.mark.torch
 
@@ -97,3 +99,17 @@ def test_the_text_model_beside_an_encoder_equals_transformers(is_fused, torch, t
             expected = reference(torch.tensor([token_ids])).logits[0].numpy()
         found = goldens.logits(*goldens.load(tmp_path), token_ids)
         np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["xlm_roberta_reranker"], sorted(make_encoder_goldens.VARIANTS.keys() - set(make_encoder_goldens.kept()))),
+)
+def test_encoders_and_classifiers_equal_transformers(name, torch, tmp_path):
+    model = make_encoder_goldens.random_model(name)
+    model.save_pretrained(tmp_path)
+    prompts = make_encoder_goldens.prompts_of(name)
+    results = [{**each, "found": make_encoder_goldens.compute(model, **each).numpy()} for each in prompts]
+    core = make_core(tmp_path)
+    check(core, results, "token_embed" if core.model_config.classifier is None else "classify")
+    core.shutdown()
