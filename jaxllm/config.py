@@ -62,8 +62,8 @@ class ModelOptions:
     ] = None
     dequantize: Annotated[
         bool | None,
-        f"widen {WIDENED} while they are loaded; default: compute from the stored bits, but not of GGUF files, and of experts in "
-        "MXFP4 on a GPU in bfloat16 only",
+        f"widen {WIDENED} while they are loaded; default: compute from the stored bits, but not of GGUF files, of experts in MXFP4 "
+        "on a GPU in bfloat16 only, and of fp8 in blocks on GPUs only with kernels for them",
     ] = None
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"

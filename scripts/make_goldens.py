@@ -80,7 +80,10 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
 )
-from transformers.models.auto import modeling_auto
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 if TYPE_CHECKING:
     import torch  # imported where it is needed, because VARIANTS are read without it too
@@ -561,7 +564,7 @@ def architecture(config: PreTrainedConfig) -> str:
 
 def _class_name(config: PreTrainedConfig) -> str:
     """The class that computes it. transformers lists Mistral 4's with those of models that see images."""
-    texts, images = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    texts, images = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return texts.get(config.model_type) or images[config.model_type]
 
 

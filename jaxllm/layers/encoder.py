@@ -66,6 +66,7 @@ class PostNormBlock(DecoderBlock):
     def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step, kept_R: Array | None = None) -> list[Run]:
         """From attention_norm(x), to which attention is added, to the new x and next_norm of it."""
         assert kept_R is None, "an encoder keeps nothing of other tokens"
+        assert self.attention is not None, "all have it"
         attended = self.attention([normed_TD for _, normed_TD in runs], step)
         runs = self._joined(attended, _normed(runs), self.attention_post_norm, self.mlp_norm, step)
         return self._joined(self._fed_forward(runs, step), _normed(runs), self.mlp_post_norm, next_norm, step)

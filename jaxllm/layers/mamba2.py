@@ -99,10 +99,10 @@ class Mamba2Mixer(nnx.Module):
         if arrays is None:
             shapes = ((2, num_groups, *shape) for shape in part.state_shapes)
             arrays = tuple(jnp.zeros(shape, kind) for shape, kind in zip(shapes, (dtype, jnp.float32), strict=True))
-        conv_state, state = arrays
+        (conv_state, state), rows = arrays, states.rows
 
         z_TKC, xbc_TKC, step_TKG = jnp.split(inputs_TKC, [G * P, G * P + C], axis=2)
-        xbc_TKC, conv_state = causal_conv(xbc_TKC, self.conv[...], conv_state, states.rows)
+        xbc_TKC, conv_state = causal_conv(xbc_TKC, self.conv[...], conv_state, rows)
         if self.conv_bias is not None:
             xbc_TKC += self.conv_bias[...].astype(jnp.float32)
         x_TKC, b_TKS, c_TKS = jnp.split(jax.nn.silu(xbc_TKC).astype(dtype), [G * P, G * P + S], axis=2)
@@ -117,7 +117,9 @@ class Mamba2Mixer(nnx.Module):
             -jnp.exp(self.log_rate[...]) * dt_TKG,
             self.skip[...],
             state,
-            *states.rows,
+            rows.row_R,
+            rows.is_new_R,
+            rows.query_start_R1,
         )
         states.write(self.layer, (conv_state, state))
 

@@ -29,4 +29,4 @@ def _without_sections(layer: Layer) -> Layer:
     if rope is None or rope.sections is None:
         return layer
     rope = replace(rope, sections=None, sections_interleaved=False)
-    return replace(layer, attention=replace(layer.attention, rope=rope))  # type: ignore[call-arg]
+    return replace(layer, attention=replace(layer.attention, rope=rope))  # type: ignore[type-var, call-arg]

@@ -23,7 +23,7 @@ from jaxllm.layers.step import Step
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import GatedDeltaNet, Layer, MoE
+from jaxllm.model_parts import Attention, LatentAttention, Layer, MoE
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
@@ -103,7 +103,7 @@ def _config(target: ModelConfig, num_expert_devices: int) -> ModelConfig:
     outside = [f"{name}." for name in (names.embedding, names.head, target.norm.name)]
     names = replace(names, layer=layer, ignored=(*names.ignored, *others, *shared, *outside))
     # A layer with linear attention is not what predicts, wherever it stands in the target.
-    like = next(each for each in reversed(target.layers) if not isinstance(each.attention, GatedDeltaNet))
+    like = next(each for each in reversed(target.layers) if isinstance(each.attention, (Attention, LatentAttention)))
     return replace(target, layers=(_without_copies(like, num_expert_devices),), names=names, num_spare_layers=0)
 
 

@@ -79,7 +79,7 @@ def test_granite_4(read):
     assert attention.rope is None and read(GRANITE, position_embedding_type="rope").layers[1].attention.rope is not None
     assert all(isinstance(layer.mlp, MoE) and layer.mlp.shared.width == 1024 for layer in config.layers)
     assert config.for_tensor_parallel(4).layers[0].attention.state_shapes == ((3, 12 * 64 + 256), (12, 64, 128))
-    with pytest.raises(ConfigError, match="does not divide 48 heads of Mamba-2"):
+    with pytest.raises(ConfigError, match="does not divide .*48 heads of Mamba-2"):
         config.for_tensor_parallel(5)
     with pytest.raises(ModelLoadError, match="time_step_limit is .*must be two numbers"):
         read(GRANITE, time_step_limit=[0.1])
@@ -90,7 +90,7 @@ def test_nemotron(read):
     parts = [next(iter(layer.parts.values())) for layer in config.layers]
     assert [type(part) for part in parts] == [Mamba2, MoE, Mamba2, Attention, MoE, MLP]
     assert parts[0].time_step_limit is None and parts[3].rope is None and not parts[5].gated
-    with pytest.raises(ConfigError, match="does not divide 8 groups of Mamba-2"):
+    with pytest.raises(ConfigError, match="does not divide .*8 groups of Mamba-2"):
         config.for_tensor_parallel(16)
     with pytest.raises(ModelLoadError, match="hybrid_override_pattern or layers_block_type is 'MX', must consist of M, mamba"):
         read(NEMOTRON, hybrid_override_pattern="MX")
