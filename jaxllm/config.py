@@ -92,13 +92,13 @@ class ModelOptions:
     chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        "what the model is for: generate (text, and embeddings too) or pooling (embeddings alone: no head is loaded); "
-        "auto: pooling for a checkpoint without a head or of sentence-transformers, else generate",
+        "what the model is for: generate (text, and embeddings too) or pooling (embeddings, classes or scores: no head for text is "
+        "loaded); auto: pooling for a checkpoint without such a head or of sentence-transformers, else generate",
     ] = "auto"
     pooler_config: Annotated[
         dict[str, Any] | None,
-        "JSON object with how hidden states are pooled, over what the checkpoint says: pooling_type (last or mean), normalize "
-        "(true or false)",
+        "JSON object with how hidden states are pooled, over what the checkpoint says: pooling_type (last, mean, or cls in encoders), "
+        "normalize (true or false)",
     ] = None
     max_logprobs: Annotated[int, "most logprobs that a request may ask for; -1: the whole vocabulary"] = 20
     logprobs_mode: Annotated[

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.engine import encoders
 from jaxllm.engine import features as registered
 from jaxllm.engine.early_programs import EarlyPrograms
 from jaxllm.engine.executor import DeviceRunner
@@ -375,6 +376,9 @@ def resolve_sizes(
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
+    if model_config.encoder is not None:
+        encoders.check_options(config, model_config)
+        config = encoders.with_whole_prompts(config, model_config, asked=asked, on_gpu=on_gpu)
     check_backend(config, model_config)
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     options = config.compile
@@ -410,6 +414,8 @@ def resolve_sizes(
 def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether equal prompt beginnings are computed once. Raises ConfigError if it is asked for and the model cannot."""
     asked = config.cache.enable_prefix_caching
+    if model.encoder is not None:
+        return False
     if not row_bytes(model):
         return asked is not False
     reason = "has layers with linear attention, whose states sum up a whole prompt"

@@ -99,6 +99,11 @@ class MemoryPlan:
         each = f", the same on each of {num_devices} devices" if num_devices > 1 else ""
         ranks = f" in each of {self.num_ranks} data-parallel ranks" if self.num_ranks > 1 else ""
         more = "; --kv-cache-memory-bytes makes it larger" if self.is_cut else ""
+        cache = (
+            f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
+            f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
+            f"of {self.max_model_len} tokens at once{ranks}{more}"
+        )
         states = f"  states    {_size(self.state_bytes)} ({self.num_rows} rows)"
         return "\n".join(
             [
@@ -106,9 +111,7 @@ class MemoryPlan:
                 f"  weights   {_size(self.weight_bytes)}",
                 f"  work      {_size(self.work_bytes)} (largest step)",
                 *([states] if self.state_bytes else []),
-                f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
-                f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
-                f"of {self.max_model_len} tokens at once{ranks}{more}",
+                cache if self.block_bytes else "  KV cache  none",
             ]
         )
 
@@ -326,7 +329,7 @@ def estimate_work_bytes(
     waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology, policy)
     largest = -(-num_tokens // topology.context) * per_token * itemsize
     if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts
-        attended = max(layer.attention.values_per_token for layer in set(model.layers))
+        attended = max(layer.attention.values_per_token for layer in set(model.layers) if layer.attention is not None)
         largest += num_tokens * (2 * attended // size + model.hidden_size) * itemsize
     return int(1.25 * (largest + sampling + states)) + widened_bytes + waiting + (64 << 20)
 

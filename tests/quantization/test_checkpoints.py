@@ -191,7 +191,9 @@ def test_weights_with_a_scale_per_block_stay_as_stored_or_are_widened_if_asked(t
     assert np.abs(again - wanted).max() <= np.abs(wanted).max() / 16
 
 
-@pytest.mark.parametrize(("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4)])
+@pytest.mark.parametrize(
+    ("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4), ("qwen3_5", 2)]
+)
 def test_block_scales_of_experts_and_of_weights_that_are_cut_up(tmp_path, golden, size):
     """Weights that latents are multiplied with; queries and gates of one tensor, with copies of KV heads; heads of linear attention."""
     stored = {"quant_method": "fp8", "weight_block_size": [32, 32]}
@@ -291,14 +293,15 @@ def test_ignored_modules_stay_as_they_are(tmp_path):
     assert np.isfinite(goldens.logits(config, state, PROMPT)).all()
 
 
-def test_gates_of_linear_attention_are_made_of_plain_weights_unless_the_checkpoint_has_fp8_ones(tmp_path):
-    source = goldens.FOLDER / "qwen3_next"
+@pytest.mark.parametrize(("golden", "module"), [("qwen3_next", "in_proj_ba"), ("qwen3_5", "in_proj_a")])
+def test_gates_of_linear_attention_are_made_of_plain_weights_unless_the_checkpoint_has_fp8_ones(tmp_path, golden, module):
+    source = goldens.FOLDER / golden
     config, state = load(source, quantization="fp8")
     assert {"blocks.0.attention.ba.weight", "blocks.0.attention.qkvz.weight.values"} <= by_path(state).keys()
     goldens.save(config, state, tmp_path, source)
     assert_equal(load(tmp_path)[1], state)
     stored = load_model_config(source, overrides={"quantization_config": DYNAMIC})
-    assert stored.formats[0].covers("model.layers.0.linear_attn.in_proj_ba")
+    assert stored.formats[0].covers(f"model.layers.0.linear_attn.{module}")
 
 
 def test_half_of_a_product_cannot_be_quantised(tmp_path):
