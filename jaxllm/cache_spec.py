@@ -123,7 +123,8 @@ class RowState:
     has been given away, but the device runs steps in order, and the next owner's first step, planned later, reads none of it. What
     the last row holds, which padding writes to, is never read.
 
-    Every token changes the state, so each must be computed once and in order: none can be skipped because its prefix is cached.
+    Every token changes the state, so each must be computed once and in order: those of a cached prefix can be skipped only where the
+    state behind them was kept too.
     """
 
     arrays: tuple[StateArray, ...]
@@ -231,24 +232,28 @@ class CacheLayout:
         return sum(array.bytes_per_row for array in self.states)
 
     @property
-    def state_head_words(self) -> int:
-        """Words of four bytes that one head has in the states of a row, each array in whole words."""
-        return sum(-(-array.bytes_per_row // (array.num_heads * WORD_BYTES)) for array in self.states)
+    def state_parts(self) -> int:
+        """Equal parts of the states of a row, each of whole heads of every array: devices split them as they do heads."""
+        return math.gcd(*(array.num_heads for array in self.states))
+
+    @property
+    def state_part_words(self) -> int:
+        """Words of four bytes of one part, each array in whole words."""
+        return sum(-(-array.bytes_per_row // (self.state_parts * WORD_BYTES)) for array in self.states)
 
     @property
     def state_blocks(self) -> int:
-        """Blocks that hold the states of a row, in which each head has an equal part; 0: there are no states. Raises ConfigError for
-        states that blocks cannot hold."""
+        """Blocks that hold the states of a row, in each of which each part of them has an equal one; 0: there are no states. Raises
+        ConfigError for states that blocks cannot hold."""
         if not self.states:
             return 0
-        num_heads = {array.num_heads for array in self.states}
-        part_words = self.block_bytes // WORD_BYTES // max(num_heads)
-        if len(num_heads) > 1 or not part_words:
+        part_words = self.block_bytes // WORD_BYTES // self.state_parts
+        if not part_words:
             raise ConfigError(
-                f"block_size is {self.block_size}: blocks of {self.block_bytes} bytes cannot hold states of {sorted(num_heads)} heads, by "
-                "which engines pass them to each other; raise block_size, or leave kv_role out"
+                f"block_size is {self.block_size}: blocks of {self.block_bytes} bytes cannot hold states in {self.state_parts} parts, by "
+                "which prefixes are continued; raise block_size, or use --no-enable-prefix-caching and leave kv_role out"
             )
-        return -(-self.state_head_words // part_words)
+        return -(-self.state_part_words // part_words)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` tokens holds at a time."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.runner.features.block_copies.format import BlockFormat
+from jaxllm.runner.block_format import BlockFormat
 
 PAGE_BYTES = 4096
 _PIECE_BYTES = 1 << 28
