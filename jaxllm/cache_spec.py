@@ -128,6 +128,8 @@ class RowState:
     """
 
     arrays: tuple[StateArray, ...]
+    takes_back_drafts: bool = False
+    """Whether drafts that were wrong do not change the state: see `jaxllm.layers.latest_inputs`."""
 
     @property
     def bytes_per_row(self) -> int:
@@ -143,10 +145,10 @@ class EncodedState(RowState):
     """
 
 
-def cache_specs(config: ModelConfig, *, disable_windows: bool = False) -> tuple[CacheSpec | RowState, ...]:
+def cache_specs(config: ModelConfig, *, disable_windows: bool = False, num_drafts: int = 0) -> tuple[CacheSpec | RowState, ...]:
     """The spec of each layer of a model; behind them, in the same order, those of layers' attention to an encoder (`encoded_layer`).
-    disable_windows: layers with a sliding window keep all tokens too."""
-    of_layers = tuple(_spec(layer.attention, config, disable_windows) for layer in config.layers)
+    disable_windows: layers with a sliding window keep all tokens too. num_drafts: most of a row in a step."""
+    of_layers = tuple(_spec(layer.attention, config, disable_windows, num_drafts) for layer in config.layers)
     return (*of_layers, *(_encoded(layer, config) for layer in config.layers if isinstance(layer, CrossAttentionLayer)))
 
 
@@ -167,13 +169,17 @@ def row_bytes(config: ModelConfig) -> int:
 
 
 def _spec(
-    attention: Attention | LatentAttention | GatedDeltaNet, config: ModelConfig, disable_windows: bool
+    attention: Attention | LatentAttention | GatedDeltaNet, config: ModelConfig, disable_windows: bool, num_drafts: int
 ) -> CacheSpec | RowState:
     dtype = config.kv_cache_dtype
     if isinstance(attention, GatedDeltaNet):
         convolved, state = attention.state_shapes
         heads = attention.num_key_heads
-        return RowState((StateArray(heads, convolved, config.dtype), StateArray(heads, state, "float32")))
+        arrays = (StateArray(heads, convolved, config.dtype), StateArray(heads, state, "float32"))
+        if not num_drafts:
+            return RowState(arrays)
+        latest = (StateArray(heads, shape, config.dtype) for shape in attention.input_shapes(1 + num_drafts))
+        return RowState((*arrays, *latest, StateArray(heads, (1,), "float32")), takes_back_drafts=True)
     if isinstance(attention, LatentAttention):
         return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
     shape = (attention.num_kv_heads, attention.head_dim, dtype)
@@ -215,6 +221,8 @@ class CacheLayout:
     block_size: int
     max_step_tokens: int
     """Most tokens of a request that one step computes."""
+    takes_back_drafts: bool = False
+    """Whether there are states by row that drafts which were wrong do not change."""
 
     @property
     def policies(self) -> tuple[CachePolicy, ...]:
@@ -332,6 +340,7 @@ def cache_layout(specs: Sequence[CacheSpec | RowState], *, block_size: int, max_
         tuple(places[layer] for layer in range(len(specs))),
         block_size,
         max_step_tokens,
+        any(isinstance(spec, RowState) and spec.takes_back_drafts for spec in specs),
     )
 
 

@@ -515,7 +515,7 @@ def test_random_schedules_with_states_by_row(least, monkeypatch):
     num_steps = 0
     while num_steps < least * TIMES:
         chosen = {name: rng.choice(values) for name, values in CHOICES.items()}
-        chosen |= {"drafts": None, "num_stages": 1, "tiers": (), "share_again": 0.8, "caching": rng.random() < 0.8}
+        chosen |= {"num_stages": 1, "tiers": (), "share_again": 0.8, "caching": rng.random() < 0.8}
         chosen["prefix_cache_retention_interval"] = rng.choice([0, 0, 4, 10])
         num_steps += run_load(**chosen, seed=rng.randrange(2**32), num_state_blocks=rng.choice([1, 2, 5]), num_events=200)
     assert min(ops[StoreState], ops[LoadState]) > num_steps // 60, ops
