@@ -13,8 +13,9 @@ from pallas_kernels.paged_attention.ragged import by_row_length
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
 
-MAX_MOSAIC_DECODE_ROWS = 8
-"""With more, both kernels read at the same speed or Triton's faster."""
+MAX_MOSAIC_DECODE_ROWS, MAX_NARROW_DECODE_ROWS = 8, 128
+"""With more, both kernels read at the same speed or Triton's faster: of caches of the queries' type, and of 8 bits, where 64 and 256 rows
+were measured."""
 
 
 def paged_attention(
@@ -37,10 +38,9 @@ def paged_attention(
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
     options |= {"sinks_KG": sinks_KG, "part": part, "interpret": interpret}
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
-    if k_pages_PKSH.dtype.itemsize == 1:
-        prefill = partial(triton_prefill.paged_attention, **options, **scales)
-    else:
-        prefill = partial(mosaic_prefill.paged_attention, **options)
+    takes_cache = k_pages_PKSH.dtype.itemsize > 1 or q_TKGH.shape[3] <= mosaic_prefill.MAX_NARROW_WIDTH
+    kernels = mosaic_prefill if takes_cache else triton_prefill
+    prefill = partial(kernels.paged_attention, **options, **scales)
     decode = partial(paged_decode, **options, **scales)
     return by_row_length(decode, prefill, q_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, query_start_R1, kv_length_R)
 
@@ -64,7 +64,8 @@ def paged_decode(
 ) -> Any:
     """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton, which also takes parts."""
     num_rows, head_dim = len(kv_length_R), q_RKGH.shape[3]
-    if num_rows <= MAX_MOSAIC_DECODE_ROWS and head_dim >= 128 and part is None:
+    most = MAX_NARROW_DECODE_ROWS if k_pages_PKSH.dtype.itemsize == 1 else MAX_MOSAIC_DECODE_ROWS
+    if num_rows <= most and head_dim >= 128 and part is None:
         # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
         from pallas_kernels.paged_attention import mosaic_decode as kernels
     else:
@@ -99,7 +100,7 @@ def supports(
     interpret: bool = False,
     **_: object,
 ) -> bool:
-    """What both Mosaic kernels take. Groups: what registers hold. An 8-bit cache: the prefill then is Triton's."""
+    """What both Mosaic kernels take. Groups: what registers hold. An 8-bit cache of heads of 256: the prefill then is Triton's."""
     if not mosaic_prefill.supports(
         platform=platform, dtype=dtype, num_groups=num_groups, head_dim=head_dim, page_size=page_size, interpret=interpret
     ):

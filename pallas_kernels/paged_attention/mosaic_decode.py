@@ -12,6 +12,7 @@ to a buffer, and a second kernel merges the parts by their softmax sums (split-K
 Keys are the M of the products and the G query heads of a KV head, filled up to a multiple of 8, their N: no work is spent on 64
 rows of queries that are not there. Two CTAs share a core, so that one computes while the other waits.
 Of W queries a row, N are the W * G query heads that share its keys; each query has its own last key.
+Over a float8_e4m3fn cache a warp reads tiles from shared memory straight into registers, as float16 operands of K and V^T (`eight_bits`).
 """
 
 import functools
@@ -37,6 +38,7 @@ from pallas_kernels._compat import (
     store,
     triton_call,
 )
+from pallas_kernels.paged_attention import eight_bits
 from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.triton_decode import cap_scores
 from pallas_kernels.row_copies import Rows
@@ -51,7 +53,8 @@ PAGE_SIZES = (8, 16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
 CHUNK = 64  # numbers of a row that pass through registers at once
-WIDE = jnp.float16  # what 8-bit numbers become for the products
+_NARROW_BYTES = 96 << 10
+"""Of an 8-bit cache in flight, of a core: twice as many were slower on an H100, 66 us in place of 59 over 64 rows of 1152 keys."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,13 @@ def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries:
     """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for."""
     block_k, padded_lines = 64, -(-num_queries * num_groups // 8) * 8
     fixed = padded_lines * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
-    if cache_itemsize == 1:
-        fixed += 2 * head_dim * block_k  # one tile, widened
     if cache_itemsize == 1 or num_queries > 1:
         fixed += 2 * head_dim * padded_lines  # the queries, widened or in tiles
     tile = 2 * block_k * head_dim * cache_itemsize
     stages = {ctas: (SMEM_BYTES // ctas - fixed - 1024) // tile for ctas in (1, 2)}
     ctas = 2 if stages[2] >= 3 and padded_lines * head_dim < 2048 else 1
-    return DecodeTiles(block_k=block_k, num_stages=min(stages[ctas], 8), ctas_per_core=ctas)
+    most = max(2, _NARROW_BYTES // ctas // tile) if cache_itemsize == 1 else 8
+    return DecodeTiles(block_k=block_k, num_stages=min(stages[ctas], most), ctas_per_core=ctas)
 
 
 def most_queries(num_groups: int, head_dim: int, cache_itemsize: int, wanted: int) -> int:
@@ -166,7 +168,8 @@ def paged_decode(
 ) -> jax.Array:
     """num_workers: CTAs, for tests; by default as many as the device holds at once.
 
-    With a float8_e4m3fn cache the products are of float16, which holds every such number (and queries up to 65504).
+    With a float8_e4m3fn cache the products are of float16, which holds every such number (and queries up to 65504); NaN that is stored
+    counts as ±480.
     """
     _, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     page_size = k_pages_PKSH.shape[2]
@@ -265,15 +268,19 @@ def decode_items(
     )
     scales = [jnp.asarray(1.0 if x is None else x, jnp.float32).reshape(1) for x in (k_scale, v_scale)]
     dtype, cache_dtype, page_size = q_RKGH.dtype, k_pages_PKSH.dtype, k_pages_PKSH.shape[2]
-    compute_dtype = dtype if cache_dtype == dtype else WIDE
+    is_narrow = cache_dtype != dtype
+    compute_dtype = eight_bits.WIDE if is_narrow else dtype
     copied = {}  # operands of the products that are not as they were loaded
-    if cache_dtype != dtype:
-        copied["wide"] = _swizzled((tiles.block_k, head_dim), WIDE)
-    if cache_dtype != dtype or num_queries > 1:
+    if is_narrow and interpret:
+        copied["wide"] = _swizzled((tiles.block_k, head_dim), compute_dtype)
+    if is_narrow or num_queries > 1:
         copied["wide_q"] = _swizzled((padded_lines, head_dim), compute_dtype)
     q_shape = (2, padded_lines, head_dim)
     copies = tiles.block_k // min(page_size, tiles.block_k)
     ring = (tiles.num_stages, tiles.block_k, head_dim)
+    pages = (
+        plgpu.SMEM(ring, cache_dtype, transforms=eight_bits.transforms(head_dim)) if is_narrow else _swizzled(ring, cache_dtype)
+    )
     return plgpu.kernel(
         kernel,
         out_type=(
@@ -288,9 +295,9 @@ def decode_items(
         scratch_types=(
             {
                 # Without tiles queries of several tokens come to lie one behind the other.
-                "q": _swizzled(q_shape, dtype) if num_queries == 1 else plgpu.SMEM(q_shape, dtype),
-                "k": _swizzled(ring, cache_dtype),
-                "v": _swizzled(ring, cache_dtype),
+                "q": plgpu.SMEM(q_shape, dtype) if is_narrow or num_queries > 1 else _swizzled(q_shape, dtype),
+                "k": pages,
+                "v": pages,
                 "p": _swizzled((padded_lines, tiles.block_k), compute_dtype),
                 "out": plgpu.SMEM((padded_lines, head_dim), dtype),
                 "partial": plgpu.SMEM((padded_lines, head_dim), jnp.float32),
@@ -406,6 +413,7 @@ def _decode_kernel(
     walk = functools.partial(
         _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=span
     )
+    unit = eight_bits.UNIT if jnp.dtype(k_ref.dtype).itemsize == 1 else 1.0
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
@@ -418,8 +426,8 @@ def _decode_kernel(
             smem=smem,
             num_groups=num_groups,
             num_queries=num_queries,
-            score_scale=score_scale * k_scale_ref[0],
-            value_scale=v_scale_ref[0],
+            score_scale=score_scale * unit * k_scale_ref[0],
+            value_scale=unit * v_scale_ref[0],
             sinks_ref=sinks_ref,
             soft_cap=soft_cap,
             window=window,
@@ -522,7 +530,7 @@ def _attend(
     num_items, num_tiles = carry
     padded_lines = smem["q"].shape[1]
     num_stages, block_k, head_dim = smem["k"].shape
-    is_widened = "wide" in smem
+    is_narrow = jnp.dtype(smem["k"].dtype).itemsize == 1
     first_position = jnp.int32(0) if window is None else jnp.maximum(item.length - (window + num_queries - 1), 0)
 
     def is_visible(position):
@@ -538,15 +546,33 @@ def _attend(
         end = item.length - (num_queries - 1) - start
         return ahead_kN < end if window is None else (ahead_kN < end) & (ahead_kN >= end - window)
 
-    def widen(name, stage):
-        """The tile as the products take it: an 8-bit one is copied."""
+    def multiply_keys(acc_ref, k_ref):
+        """S^T of a tile."""
+        if not is_narrow or interpret:
+            plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
+            return acc_ref[...]
+        for key in range(0, block_k, eight_bits.BLOCK):
+            plgpu.wgmma(acc_ref.at[pl.ds(key, eight_bits.BLOCK)], eight_bits.keys(k_ref, key), q_ref.transpose((1, 0)))
+            plgpu.wgmma_wait(0)  # its registers are those of the next block
+        return acc_ref[...]
+
+    def add_values(acc_HN, v_ref):
+        """O^T with a tile's values, under the weights in smem["p"]."""
+        if not is_narrow or interpret:
+            return add_wgmma(acc_HN, v_ref.transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
+
+        def multiply(acc_ref):
+            for key in range(0, block_k, eight_bits.BLOCK):
+                weights_ref = smem["p"].at[:, pl.ds(key, eight_bits.BLOCK)]
+                plgpu.wgmma(acc_ref, eight_bits.values(v_ref, key), weights_ref.transpose((1, 0)))
+                plgpu.wgmma_wait(0)
+
+        return pl.run_state(multiply)(plgpu.ACC.init(acc_HN))
+
+    def tile(name, stage):
+        """What the products take it from: where interpreted, an 8-bit one is widened before."""
         ref = smem[name].at[stage]
-        if not is_widened:
-            return ref
-        for start in range(0, head_dim, CHUNK):
-            chunk = (slice(None), pl.ds(start, CHUNK))
-            smem["wide"][chunk] = load_smem(ref.at[chunk], plgpu.Layout.WGMMA_UPCAST_2X).astype(WIDE)
-        return smem["wide"]
+        return eight_bits.widen(ref, smem["wide"]) if "wide" in smem else ref
 
     def body(index, state):
         acc_HN, max_N, sum_kN = state
@@ -554,18 +580,10 @@ def _attend(
         start = (item.tile + index) * block_k
 
         plgpu.barrier_wait(smem["k_full"].at[stage])
-        k_ref = widen("k", stage)
-        if is_widened:
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(smem["k_free"].at[stage])
-
-        def score(acc_ref):
-            plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
-            return acc_ref[...]
-
-        scores_kN = pl.run_scoped(score, plgpu.ACC((block_k, padded_lines), jnp.float32)) * score_scale
-        if not is_widened:
-            plgpu.barrier_arrive(smem["k_free"].at[stage])
+        k_ref = tile("k", stage)
+        multiply = functools.partial(multiply_keys, k_ref=k_ref)
+        scores_kN = pl.run_scoped(multiply, plgpu.ACC((block_k, padded_lines), jnp.float32)) * score_scale
+        plgpu.barrier_arrive(smem["k_free"].at[stage])
         if soft_cap is not None:
             scores_kN = cap_scores(scores_kN, soft_cap)
         scores_kN = jnp.where(is_visible_to_each(start, scores_kN.shape), scores_kN, MASKED)
@@ -574,13 +592,12 @@ def _attend(
         shrink_N = jnp.exp2(max_N - new_max_N)
         sum_kN = sum_kN * lax.broadcast_in_dim(shrink_N, sum_kN.shape, [1]) + weights_kN
         acc_HN = acc_HN * lax.broadcast_in_dim(shrink_N, acc_HN.shape, [1])
-        _store_transposed(smem["p"], weights_kN.astype(smem["p"].dtype))
+        _store_transposed(smem["p"], weights_kN)
 
         plgpu.barrier_wait(smem["v_full"].at[stage])
-        v_ref = widen("v", stage)
+        v_ref = tile("v", stage)
 
-        @pl.when((start < first_position) | (start + block_k > item.length))
-        def _clear_hidden_values():
+        def clear_hidden_values():
             # What lies there may be NaN, which a weight of zero would not remove.
             position_kc = start + plgpu.broadcasted_iota(jnp.int32, (block_k, CHUNK), 0, layout=LAYOUT)
             for column in range(0, head_dim, CHUNK):
@@ -588,22 +605,24 @@ def _attend(
                 v_kc = load_smem(chunk_ref, LAYOUT)
                 chunk_ref[...] = jnp.where(is_visible(position_kc), v_kc, jnp.zeros_like(v_kc))
 
+        if not is_narrow:  # what is widened is no NaN
+            pl.when((start < first_position) | (start + block_k > item.length))(clear_hidden_values)
         plgpu.commit_smem()
-        if is_widened:
-            plgpu.barrier_arrive(smem["v_free"].at[stage])
-        acc_HN = add_wgmma(acc_HN, v_ref.transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
-        if not is_widened:
-            plgpu.barrier_arrive(smem["v_free"].at[stage])
+        acc_HN = add_values(acc_HN, v_ref)
+        plgpu.barrier_arrive(smem["v_free"].at[stage])
         return acc_HN, new_max_N, sum_kN
 
     slot = lax.rem(num_items, jnp.int32(2))
     plgpu.barrier_wait(smem["q_full"].at[slot])
     q_ref = smem["q"].at[slot]
     if "wide_q" in smem:
-        # Of a few queries the rows lie without tiles, in the same banks: it is once an item.
-        q_HN = plgpu.load(q_ref.transpose((1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=num_queries == 1)
-        q_ref = smem["wide_q"]
-        q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(WIDE) if is_widened else q_HN
+        loaded_ref, q_ref = q_ref, smem["wide_q"]
+        if is_narrow and not interpret:
+            eight_bits.store_queries(loaded_ref, q_ref)
+        else:
+            # The rows lie without tiles, in the same banks: it is once an item.
+            q_HN = plgpu.load(loaded_ref.transpose((1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+            q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(q_ref.dtype) if is_narrow else q_HN
         plgpu.commit_smem()
     state = (
         plgpu.layout_cast(jnp.zeros((head_dim, padded_lines), jnp.float32), LAYOUT),
@@ -619,12 +638,13 @@ def _attend(
         sum_N += jnp.where(item.is_first & item.is_last, jnp.exp2(sink_N - max_N), 0.0)
     acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
-    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups, num_queries)
+    store = eight_bits.store_result if is_narrow and not interpret else _store_transposed
+    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, store, num_groups, num_queries)
     return num_items + 1, num_tiles + item.num_tiles
 
 
 def _store_item(
-    item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, num_groups: int, num_queries: int
+    item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, store, num_groups: int, num_queries: int
 ) -> None:
     """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
     is_whole, groups, num_lines = item.is_first & item.is_last, Rows(0, num_groups, num_groups), num_queries * num_groups
@@ -632,7 +652,7 @@ def _store_item(
 
     @pl.when(is_whole)
     def _store_whole():
-        _store_transposed(smem["out"], acc_HN.astype(out_ref.dtype))
+        store(smem["out"], acc_HN)
         plgpu.commit_smem()
         for query in range(num_queries):
             token = item.row if num_queries == 1 else item.row * num_queries + query
@@ -642,7 +662,7 @@ def _store_item(
     @pl.when(jnp.logical_not(is_whole))
     def _store_part():
         part = 2 * lax.axis_index("worker") + item.is_first.astype(jnp.int32)
-        _store_transposed(smem["partial"], acc_HN)
+        store(smem["partial"], acc_HN)
         plgpu.commit_smem()
         row_copies.store(smem["partial"].at[pl.ds(0, num_lines)], partial_ref, Rows(0, num_lines, num_lines), before=(part,))
         lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
@@ -650,7 +670,7 @@ def _store_item(
 
 def _store_transposed(ref, x: jax.Array) -> None:
     """ref = x.T; pairs of neighbours change lanes first, so that they are neighbours in memory."""
-    ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, *refs) -> None:

@@ -14,6 +14,9 @@ multiplies while the other computes its softmax (FlashAttention-3, Shah et al. 2
 
 Tiles in shared memory begin at tokens that are multiples of 8, the rows of a swizzle tile (see `row_copies`): a row's first tile
 may begin with queries of the row before it. They are computed and not stored.
+
+Over a float8_e4m3fn cache the producer's warpgroup also widens each tile to the queries' type, from a place of its own in shared memory
+(`eight_bits.widen_tile`). What no row owns may be NaN there: it becomes a number.
 """
 
 import functools
@@ -25,9 +28,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import _compat, row_copies
+from pallas_kernels.paged_attention import eight_bits
 from pallas_kernels.paged_attention.parts import NO_KEYS, Part
 from pallas_kernels.paged_attention.tiles import COUNT, POSITION, ROW, TOKEN, make_tiles
 from pallas_kernels.row_copies import Rows
@@ -38,6 +42,8 @@ NUM_CONSUMERS = 2
 SWIZZLE_BYTES = 128
 SMEM_BYTES = 227 << 10
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
+MAX_NARROW_WIDTH = 128
+"""Of heads in a cache of 8 bits: there is no room to widen tiles of wider ones."""
 HAS_TAIL, FIRST, END = (
     4,
     5,
@@ -54,15 +60,18 @@ class MosaicPrefillTiles:
     num_stages: int = 2
     q_slots: int = 2
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, is_narrow: bool = False) -> int:
         q = self.q_slots * NUM_CONSUMERS * self.block_q * head_dim
         kv = 2 * self.num_stages * self.block_kv * head_dim
         staging = NUM_CONSUMERS * self.block_q * min(head_dim, 64)
-        return 2 * (q + kv + staging) + 1024  # barriers and alignment
+        narrow = 2 * self.block_kv * head_dim if is_narrow else 0
+        return 2 * (q + kv + staging) + narrow + 1024  # barriers and alignment
 
 
-def pick_tiles(head_dim: int) -> MosaicPrefillTiles:
-    """Sizes for a head width."""
+def pick_tiles(head_dim: int, is_narrow: bool = False) -> MosaicPrefillTiles:
+    """Sizes for a head width, and a cache of the queries' type or of 8 bits."""
+    if is_narrow and head_dim == 128:
+        return MosaicPrefillTiles(q_slots=1)
     if head_dim > 128:
         return MosaicPrefillTiles(block_kv=64, q_slots=1)
     return MosaicPrefillTiles(num_stages=2 if head_dim > 64 else 4)
@@ -95,6 +104,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     sinks_KG: jax.Array | None = None,
     part: Part | None = None,
     interpret: Any = False,
@@ -104,7 +115,8 @@ def paged_attention(
     """Rows of fewer than min_tokens tokens are left out: what the result holds in their place is undefined."""
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
     page_size = k_pages_PKSH.shape[2]
-    tiles = tiles or pick_tiles(head_dim)
+    is_narrow = k_pages_PKSH.dtype.itemsize == 1
+    tiles = tiles or pick_tiles(head_dim, is_narrow)
     _check(q_TKGH, k_pages_PKSH, v_pages_PKSH, tiles)
     plgpu = _compat.mosaic()
     # A copy into a tile of queries is cut where the array ends, but the array has whole swizzle groups and a tile at least.
@@ -128,12 +140,14 @@ def paged_attention(
     num_ctas = 2 if interpret else _compat.num_cores()
     pieces = max(1, tiles.block_kv // page_size)
     dtype = q_TKGH.dtype
-    scratch = _scratch(tiles, pieces, head_dim, dtype, interpret=bool(interpret))
-
-    sinks = () if sinks_KG is None else (sinks_KG,)
+    scratch = _scratch(tiles, pieces, head_dim, dtype, is_narrow=is_narrow, interpret=bool(interpret))
+    unit = eight_bits.unit(dtype) if is_narrow else 1.0
+    scales_2 = unit * jnp.stack([jnp.asarray(1.0 if x is None else x, jnp.float32).reshape(()) for x in (k_scale, v_scale)])
+    optional = {"scales_ref": scales_2 if is_narrow else None, "sinks_ref": sinks_KG}
+    operands = {name: x for name, x in optional.items() if x is not None}
 
     def body(q_ref, k_ref, v_ref, page_table_ref, table_ref, num_items_ref, *others):
-        sinks_refs, (out_ref, *refs) = others[: len(sinks)], others[len(sinks) :]
+        optional_refs, (out_ref, *refs) = others[: len(operands)], others[len(operands) :]
         lse_ref = None if part is None else refs.pop(0)
         _Prefill(
             plgpu=plgpu,
@@ -150,7 +164,7 @@ def paged_attention(
             page_table_ref=page_table_ref,
             table_ref=table_ref,
             num_items_ref=num_items_ref,
-            sinks_ref=sinks_refs[0] if sinks_refs else None,
+            **dict(zip(operands, optional_refs, strict=True)),
             out_ref=out_ref,
             lse_ref=lse_ref,
             num_parts=None if part is None else part.count,
@@ -170,7 +184,7 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         # Reads out of bounds give NaN.
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized"),
-    )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_NC, num_items_1, *sinks)
+    )(padded_TKGH, k_pages_PKSH, v_pages_PKSH, page_table_RB, table_NC, num_items_1, *operands.values())
     if part is None:
         return result[:num_tokens] if padding else result
     out_TKGH, lse_NKGM = result
@@ -194,22 +208,26 @@ def _check(q_TKGH: jax.Array, k_pages_PKSH: jax.Array, v_pages_PKSH: jax.Array, 
             f"page size {page_size} neither divides key tiles of {tiles.block_kv} tokens nor is a multiple of them in steps of 8; "
             "use a page size of 8, 16, 32, 64 or a multiple of 128"
         )
-    if not q_TKGH.dtype == k_pages_PKSH.dtype == v_pages_PKSH.dtype:
+    if {k_pages_PKSH.dtype, v_pages_PKSH.dtype} not in ({q_TKGH.dtype}, {jnp.dtype(jnp.float8_e4m3fn)}):
         raise ValueError(
-            f"queries in {q_TKGH.dtype}, keys in {k_pages_PKSH.dtype}, values in {v_pages_PKSH.dtype}; give one type"
+            f"queries in {q_TKGH.dtype}, keys in {k_pages_PKSH.dtype}, values in {v_pages_PKSH.dtype}; give keys and values "
+            "in the queries' type or both in float8_e4m3fn"
         )
-    if tiles.smem_bytes(head_dim) > SMEM_BYTES:
-        raise ValueError(f"{tiles} takes {tiles.smem_bytes(head_dim)} bytes of shared memory, a core has {SMEM_BYTES}")
+    needed = tiles.smem_bytes(head_dim, k_pages_PKSH.dtype.itemsize == 1)
+    if needed > SMEM_BYTES:
+        raise ValueError(f"{tiles} takes {needed} bytes of shared memory, a core has {SMEM_BYTES}")
 
 
-def _scratch(tiles: MosaicPrefillTiles, pieces: int, head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> dict[str, Any]:
+def _scratch(
+    tiles: MosaicPrefillTiles, pieces: int, head_dim: int, dtype: jnp.dtype, *, is_narrow: bool, interpret: bool
+) -> dict[str, Any]:
     """Shared memory and barriers by name; a tile of keys or values comes in so many pieces."""
     plgpu = _compat.mosaic()
     transforms = (
         plgpu.TilingTransform((TILE_ROWS, SWIZZLE_BYTES // dtype.itemsize)),
         plgpu.SwizzleTransform(SWIZZLE_BYTES),
     )
-    stages = tiles.num_stages
+    stages, arrivals = tiles.num_stages, 1 if is_narrow else pieces
     scratch = {
         "q_smem": plgpu.SMEM((tiles.q_slots, NUM_CONSUMERS, tiles.block_q, head_dim), dtype, transforms=transforms),
         "k_smem": plgpu.SMEM((stages, tiles.block_kv, head_dim), dtype, transforms=transforms),
@@ -218,13 +236,16 @@ def _scratch(tiles: MosaicPrefillTiles, pieces: int, head_dim: int, dtype: jnp.d
         "out_smem": plgpu.SMEM((NUM_CONSUMERS, tiles.block_q, min(head_dim, 64)), dtype),
         "q_full": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=tiles.q_slots),
         "q_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=tiles.q_slots),
-        "k_full": plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
+        "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "k_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "v_free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
         "v_raw": plgpu.Barrier(num_arrivals=pieces, num_barriers=1),
         "turn": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=1),
     }
+    if is_narrow:
+        narrow = plgpu.SMEM((tiles.block_kv, head_dim), jnp.float8_e4m3fn, transforms=eight_bits.transforms(head_dim))
+        scratch |= {"k_narrow": narrow, "v_narrow": narrow, "k_raw": plgpu.Barrier(num_arrivals=pieces, num_barriers=1)}
     if interpret:
         scratch["p_smem"] = plgpu.SMEM((NUM_CONSUMERS, tiles.block_q, tiles.block_kv), dtype, transforms=transforms)
     return scratch
@@ -273,6 +294,7 @@ def make_items(
     return jnp.zeros_like(table_NC).at[rank_N].set(table_NC, unique_indices=True), num_items[None]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Item:
     """A work item of a CTA: tokens of one row, `group` the first of its query heads; keys first_tile up to end_tile."""
@@ -299,7 +321,7 @@ class _Prefill:
 
     plgpu: Any
     tiles: MosaicPrefillTiles
-    score_scale: float
+    score_scale: Any
     soft_cap: float | None
     window: int | None
     num_ctas: int
@@ -311,7 +333,6 @@ class _Prefill:
     page_table_ref: Any  # [R, B]
     table_ref: Any  # [N, 5], or [N, 7] over a part of the keys
     num_items_ref: Any  # [1], or with the part's rank [2]
-    sinks_ref: Any  # [K, G] float32, or None
     out_ref: Any  # [T, K, G, H]
     lse_ref: Any  # [N, K, G, tokens of an item] float32, or None
     num_parts: int | None  # that the keys are split into, of which this is one; None: they are whole
@@ -327,11 +348,18 @@ class _Prefill:
     v_free: Any
     v_raw: Any
     turn: Any
+    sinks_ref: Any = None  # [K, G] float32, if there are any
+    scales_ref: Any = None  # [2] float32 of keys and values, and what follows, only over a cache of 8 bits
+    k_narrow: Any = None
+    v_narrow: Any = None
+    k_raw: Any = None
     p_smem: Any = None  # only where interpreted
 
     def run(self) -> None:
         # Three warpgroups start with 168 registers a thread. Asking for more than that in all would wait forever.
         consumer_registers, producer_registers = (224, 56) if self.q_ref.shape[3] == 64 else (232, 40)
+        if self.scales_ref is not None:
+            consumer_registers, producer_registers = 224, 56
         wg = lax.axis_index("wg")
 
         @pl.when(wg < NUM_CONSUMERS)
@@ -342,7 +370,7 @@ class _Prefill:
         @pl.when(wg == NUM_CONSUMERS)
         def _():
             self.plgpu.set_max_registers(producer_registers, action="decrease")
-            self.produce()
+            self.produce() if self.scales_ref is None else self.produce_widened()
 
     # Work items
 
@@ -405,22 +433,11 @@ class _Prefill:
     # Producer
 
     def produce(self) -> None:
-        plgpu = self.plgpu
         num_items = self.num_my_items()
 
         def do_item(index, base):
             item = self.item(index, self.load(index, (*self.keys_of_part, TOKEN, COUNT, POSITION, ROW, HAS_TAIL)))
-            q_slot = lax.rem(index, self.tiles.q_slots)
-            pl.when(index >= self.tiles.q_slots)(lambda: plgpu.barrier_wait(self.q_free.at[q_slot]))
-            for wg in range(NUM_CONSUMERS):
-                group, token = self.q_place(item, wg)
-                row_copies.load(
-                    self.q_ref,
-                    self.full_tile(token),
-                    self.q_smem.at[q_slot, wg],
-                    self.q_full.at[q_slot],
-                    after=(item.head, group),
-                )
+            self.load_queries(index, item)
             first, end = self.first_tile(item), self.end_tile(item)
             lax.fori_loop(
                 first,
@@ -431,8 +448,27 @@ class _Prefill:
             return base + end - first
 
         num_steps = lax.fori_loop(0, num_items, do_item, jnp.int32(0))
+        self.drain(num_steps, num_items)
 
-        # What the consumers still release must have arrived before the barriers go.
+    def load_queries(self, index: jax.Array, item: _Item) -> None:
+        """Starts the copy of an item's queries as soon as there is a place."""
+        plgpu = self.plgpu
+        q_slot = lax.rem(index, self.tiles.q_slots)
+        pl.when(index >= self.tiles.q_slots)(lambda: plgpu.barrier_wait(self.q_free.at[q_slot]))
+        for wg in range(NUM_CONSUMERS):
+            group, token = self.q_place(item, wg)
+            row_copies.load(
+                self.q_ref,
+                self.full_tile(token),
+                self.q_smem.at[q_slot, wg],
+                self.q_full.at[q_slot],
+                after=(item.head, group),
+            )
+
+    def drain(self, num_steps: jax.Array, num_items: jax.Array) -> None:
+        """What the consumers still release must have arrived before the barriers go."""
+        plgpu = self.plgpu
+
         @pl.loop(jnp.maximum(num_steps - self.tiles.num_stages, 0), num_steps)
         def _(step):
             plgpu.barrier_wait(self.k_free.at[self.slot(step)])
@@ -499,6 +535,68 @@ class _Prefill:
 
         return next_pages
 
+    def produce_widened(self) -> None:
+        """`produce` of keys and values of 8 bits: a tile is widened while the next one is copied, also the first of the next item."""
+        plgpu = self.plgpu
+        num_items, needed = self.num_my_items(), (*self.keys_of_part, TOKEN, COUNT, POSITION, ROW)
+
+        def has_keys(item: _Item) -> jax.Array:
+            return self.first_tile(item) < self.end_tile(item)
+
+        def do_item(index, carry):
+            base, columns = carry
+            item, next_columns = self.item(index, columns), self.load(index + 1, needed)
+            first, end = self.first_tile(item), self.end_tile(item)
+            pl.when(first == end)(lambda: self.load_queries(index, item))
+            next_item = self.item(index + 1, next_columns)
+            # Items without keys are the last ones.
+            is_another = (index + 1 < num_items) & has_keys(next_item)
+
+            def do_tile(tile, _):
+                is_last = tile + 1 == end
+                upcoming = jax.tree.map(lambda x, y: jnp.where(is_last, x, y), next_item, item)
+                upcoming_tile = jnp.where(is_last, self.first_tile(next_item), tile + 1)
+                pages = self.pages(upcoming, upcoming_tile)  # in flight while this tile is widened
+                slot = self.slot(base + tile - first)
+                for letter in "kv":
+                    narrow, wide = getattr(self, f"{letter}_narrow"), getattr(self, f"{letter}_smem").at[slot]
+                    plgpu.barrier_wait(getattr(self, f"{letter}_raw").at[0])
+                    free = getattr(self, f"{letter}_free").at[slot]
+                    pl.when(base + tile - first >= self.tiles.num_stages)(functools.partial(plgpu.barrier_wait, free))
+                    eight_bits.widen(narrow, wide) if self.p_smem is not None else eight_bits.widen_tile(narrow, wide)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(getattr(self, f"{letter}_full").at[slot])
+                    copy = functools.partial(self.copy_narrow, letter, upcoming, upcoming_tile, pages)
+                    pl.when(jnp.logical_not(is_last) | is_another)(copy)
+                # Their place may be free only when the item before has ended, the first tile's earlier.
+                pl.when(tile == first)(lambda: self.load_queries(index, item))
+
+            lax.fori_loop(first, end, do_tile, None)
+            return base + end - first, next_columns
+
+        columns = self.load(jnp.int32(0), needed)
+        item = self.item(jnp.int32(0), columns)
+
+        @pl.when((num_items > 0) & has_keys(item))
+        def _():
+            tile = self.first_tile(item)
+            pages = self.pages(item, tile)
+            for letter in "kv":
+                self.copy_narrow(letter, item, tile, pages)
+
+        num_steps, _ = lax.fori_loop(0, num_items, do_item, (jnp.int32(0), columns))
+        self.drain(num_steps, num_items)
+
+    def copy_narrow(self, letter: str, item: _Item, tile: jax.Array, pages: tuple[jax.Array, ...]) -> None:
+        """Starts the copy of a tile of keys or values as they are stored."""
+        source, target = getattr(self, f"{letter}_ref"), getattr(self, f"{letter}_narrow")
+        page_size, block_kv = source.shape[2], self.tiles.block_kv
+        rows = min(page_size, block_kv)
+        part = Rows(lax.rem(tile, page_size // block_kv) if page_size > block_kv else 0, rows, rows)
+        for piece, page in enumerate(pages):
+            place = target.at[pl.ds(piece * rows, rows)]
+            row_copies.load(source, part, place, getattr(self, f"{letter}_raw").at[0], before=(page, item.head))
+
     def wipe(self, smem: Any, first: jax.Array | None, end: jax.Array) -> None:
         """Zeroes the rows of a tile before `first`, if there is one, and from `end` on."""
         plgpu = self.plgpu
@@ -519,6 +617,8 @@ class _Prefill:
     # Consumers
 
     def consume(self, wg: jax.Array) -> None:
+        if self.scales_ref is not None:
+            self = replace(self, score_scale=self.score_scale * self.scales_ref[0])
         plgpu = self.plgpu
         num_items, needed = self.num_my_items(), (*self.keys_of_part, TOKEN, COUNT, POSITION)
         pl.when(wg == 1)(self.take_turns)
@@ -577,7 +677,7 @@ class _Prefill:
         acc_MH, max_M, sum_M = lax.fori_loop(whole_end, end, functools.partial(step, masked=True), carry)
 
         self.take_turns()  # the other consumer has the tensor cores while this one normalises and stores
-        inverse_M = 1.0 / jnp.where(sum_M == 0.0, 1.0, sum_M)
+        inverse_M = (1.0 if self.scales_ref is None else self.scales_ref[1]) / jnp.where(sum_M == 0.0, 1.0, sum_M)
         if self.num_parts is not None:
             has_keys_M = max_M > MASKED  # queries without keys here have summed masked scores
             inverse_M = jnp.where(has_keys_M, inverse_M, 0.0)

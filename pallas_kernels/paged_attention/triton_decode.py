@@ -218,6 +218,8 @@ def _decode_kernel(
     _, _, num_groups, head_dim = q_ref.shape
     page_size, table_width = k_ref.shape[2], table_ref.shape[1]
     dtype = compute_type(q_ref.dtype, k_ref.dtype)
+    if k_ref.dtype.itemsize == 1 and dtype == jnp.bfloat16:
+        dtype = jnp.dtype(jnp.float16)  # what two numbers of 8 bits become in one instruction; queries up to 65504
     if kv_scale_ref is not None:
         score_scale *= kv_scale_ref[0]
     head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)

@@ -229,10 +229,11 @@ def test_few_rows_of_wide_heads_go_through_mosaic_and_others_through_triton(monk
     for name in ("mosaic_decode", "triton_decode"):
         module = importlib.import_module(f"pallas_kernels.paged_attention.{name}")
         monkeypatch.setattr(module, "paged_decode", lambda q, *_, name=name, **__: taken.append(name) or q)
-    for rows, width in ((8, 128), (9, 128), (8, 64)):
-        q, k, v, table, length = make_arrays(Case((20,) * rows, head_dim=width))
+    fp8 = "float8_e4m3fn"
+    for rows, width, cache_dtype in ((8, 128, None), (9, 128, None), (8, 64, None), (128, 128, fp8), (129, 128, fp8)):
+        q, k, v, table, length = make_arrays(Case((20,) * rows, head_dim=width, cache_dtype=cache_dtype))
         paged_decode(q, k, v, table, length, scale=1.0, implementation="mosaic")
-    assert taken == ["mosaic_decode", "triton_decode", "triton_decode"]
+    assert taken == ["mosaic_decode", "triton_decode", "triton_decode", "mosaic_decode", "triton_decode"]
 
 
 def test_a_machine_without_a_gpu_does_not_import_mosaic() -> None:

@@ -32,6 +32,7 @@ class Batch:
     soft_cap: float | None = None
     has_sinks: bool = False
     padding: int = 3
+    cache_dtype: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +41,9 @@ class Batch:
     @property
     def options(self) -> dict[str, Any]:
         sinks = jnp.linspace(-4, 6, self.num_groups)[None] if self.has_sinks else None
-        return {"scale": 1.3 / math.sqrt(self.head_dim), "window": self.window, "soft_cap": self.soft_cap, "sinks_KG": sinks}
+        scales = {} if self.cache_dtype is None else {"k_scale": 0.75, "v_scale": 1.5}
+        options = {"scale": 1.3 / math.sqrt(self.head_dim), "window": self.window, "soft_cap": self.soft_cap}
+        return {**options, **scales, "sinks_KG": sinks}
 
 
 def make_arrays(batch: Batch) -> list[jax.Array]:
@@ -60,8 +63,14 @@ def make_arrays(batch: Batch) -> list[jax.Array]:
             cache[table[row, position // size], 0, position % size] = rng.normal(size=(len(position), batch.head_dim))
     start = np.concatenate([[0], np.cumsum([new for new, _ in batch.rows])])
     q = rng.normal(size=(batch.num_tokens + batch.padding, 1, batch.num_groups, batch.head_dim))
-    caches = [jnp.asarray(x, batch.dtype) for x in (q, k, v)]
-    return [*caches, jnp.asarray(table), jnp.asarray(start, jnp.int32), jnp.asarray([n for _, n in batch.rows], jnp.int32)]
+    caches = [jnp.asarray(x, jnp.float32).astype(batch.cache_dtype or batch.dtype) for x in (k, v)]
+    return [
+        jnp.asarray(q, batch.dtype),
+        *caches,
+        jnp.asarray(table),
+        jnp.asarray(start, jnp.int32),
+        jnp.asarray([n for _, n in batch.rows], jnp.int32),
+    ]
 
 
 def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) -> tuple[np.ndarray, np.ndarray]:
@@ -81,6 +90,12 @@ def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) 
         pytest.param(Batch(((66, 150),), window=40, soft_cap=1.5, num_groups=1), id="window and soft cap, odd number of heads"),
         pytest.param(Batch(((7, 170),), window=1, num_groups=1), id="the window begins in the last page"),
         pytest.param(Batch(((5, 70),), page_size=128, dtype="float16"), id="a tile is part of a page"),
+        pytest.param(
+            Batch(((4, 4), (130, 170), (0, 0), (5, 90)), window=100, cache_dtype="float8_e4m3fn"), id="8-bit cache, window"
+        ),
+        pytest.param(
+            Batch(((70, 150),), cache_dtype="float8_e4m3fn", dtype="float16", has_sinks=True), id="8-bit cache, sinks"
+        ),
     ],
 )
 def test_kernel_agrees_with_reference(batch):
@@ -91,11 +106,12 @@ def test_kernel_agrees_with_reference(batch):
 
 
 @needs_mosaic
-def test_barriers_order_every_access():
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_barriers_order_every_access(cache_dtype):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     params = _compat.mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized", detect_races=True)
-    batch = Batch(((3, 190), (2, 2)), padding=0)
+    batch = Batch(((3, 190), (2, 2)), padding=0, cache_dtype=cache_dtype)
     got, want = run(batch, interpret=params)
     np.testing.assert_allclose(got, want, atol=2e-2)
     assert not gpu_callbacks.get_races().races_found
@@ -161,9 +177,9 @@ def test_supports_what_tensor_cores_and_swizzle_take():
     assert supports(**case | {"platform": "cpu"}, interpret=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_default_tiles_fit_into_shared_memory(head_dim):
-    assert pick_tiles(head_dim).smem_bytes(head_dim) <= mosaic_prefill.SMEM_BYTES
+@pytest.mark.parametrize(("head_dim", "is_narrow"), [(64, False), (128, False), (256, False), (64, True), (128, True)])
+def test_default_tiles_fit_into_shared_memory(head_dim, is_narrow):
+    assert pick_tiles(head_dim, is_narrow).smem_bytes(head_dim, is_narrow) <= mosaic_prefill.SMEM_BYTES
 
 
 @pytest.mark.parametrize(
