@@ -96,7 +96,7 @@ class GatedDelta(nnx.Module):
         rows: StateRows,
         step: Step,
         is_there_T11: Array | None = None,
-    ) -> tuple[Array, tuple[Array, Array]]:
+    ) -> tuple[Array, tuple[Array, ...]]:
         """The sums of tokens [T, K, G, V], and both states behind them. is_there_T11: tokens that change the matrices; None: all do."""
         H, V, G, dtype = self.part.key_dim, self.part.value_dim, self.part.group_size, qkv_TKC.dtype
         conv_state, delta_state = arrays

@@ -66,8 +66,8 @@ class LatestInputs:
             for index, (array_NKBC, x_TKC) in enumerate(zip(self.inputs, step, strict=True)):
                 token_RB = jnp.minimum(first_R1 + jnp.arange(self.num_tokens), len(x_TKC) - 1)
                 arrays[index] = array_NKBC.at[row_R].set(x_TKC[token_RB].swapaxes(1, 2).astype(array_NKBC.dtype))
-            all_may_be_wrong = spans.has_drafts_R is None
-            position_R = spans.start_R if all_may_be_wrong else jnp.where(spans.has_drafts_R, spans.start_R, spans.end_R)
+            has_drafts_R = spans.has_drafts_R
+            position_R = spans.start_R if has_drafts_R is None else jnp.where(has_drafts_R, spans.start_R, spans.end_R)
         position_RK1 = jnp.broadcast_to(position_R[:, None, None], (len(row_R), *self.position_NK1.shape[1:]))
         return [*arrays, self.position_NK1.at[row_R].set(position_RK1.astype(jnp.float32))]
 
