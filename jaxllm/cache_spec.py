@@ -128,8 +128,8 @@ class RowState:
     """
 
     arrays: tuple[StateArray, ...]
-    takes_back_drafts: bool = False
-    """Whether drafts that were wrong do not change the state: see `jaxllm.layers.latest_inputs`."""
+    keeps_inputs: bool = False
+    """Whether inputs of the latest tokens are kept too, so that wrong drafts do not change the state: see `jaxllm.layers.latest_inputs`."""
 
     @property
     def bytes_per_row(self) -> int:
@@ -179,7 +179,7 @@ def _spec(
         if not num_drafts:
             return RowState(arrays)
         latest = (StateArray(heads, shape, config.dtype) for shape in attention.input_shapes(1 + num_drafts))
-        return RowState((*arrays, *latest, StateArray(heads, (1,), "float32")), takes_back_drafts=True)
+        return RowState((*arrays, *latest, StateArray(heads, (1,), "float32")), keeps_inputs=True)
     if isinstance(attention, LatentAttention):
         return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
     shape = (attention.num_kv_heads, attention.head_dim, dtype)
@@ -221,8 +221,8 @@ class CacheLayout:
     block_size: int
     max_step_tokens: int
     """Most tokens of a request that one step computes."""
-    takes_back_drafts: bool = False
-    """Whether there are states by row that drafts which were wrong do not change."""
+    keeps_inputs: bool = False
+    """Whether there are states by row with inputs of the latest tokens: see `RowState`."""
 
     @property
     def policies(self) -> tuple[CachePolicy, ...]:
@@ -340,7 +340,7 @@ def cache_layout(specs: Sequence[CacheSpec | RowState], *, block_size: int, max_
         tuple(places[layer] for layer in range(len(specs))),
         block_size,
         max_step_tokens,
-        any(isinstance(spec, RowState) and spec.takes_back_drafts for spec in specs),
+        any(isinstance(spec, RowState) and spec.keeps_inputs for spec in specs),
     )
 
 

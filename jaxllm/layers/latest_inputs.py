@@ -1,4 +1,4 @@
-"""Keeps the inputs of a row's latest tokens beside its states by row, because drafts among them may turn out to be wrong.
+"""Keeps the inputs of a row's latest tokens in addition to its states by row: drafts among them may turn out to be wrong.
 
 A state sums up tokens and cannot take one back. So a step with drafts leaves the states of its rows as they were before its tokens, and
 keeps what its tokens add; the next step, which begins behind the last token that was right, first adds those before it. Steps of tokens
@@ -26,6 +26,7 @@ class LatestInputs:
 
     @property
     def spans(self) -> Spans:
+        """Tokens of the step."""
         assert self.rows.spans is not None, "the engine has drafts"
         return self.rows.spans
 

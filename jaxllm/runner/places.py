@@ -104,7 +104,7 @@ def locate_decode(block_table_NB: jax.Array, columns_RC: jax.Array, width: int, 
 
 def _spans(columns_RC: jax.Array, cache: CacheLayout) -> Spans | None:
     """The tokens of each row, for states that take back drafts; None: there are none."""
-    if not cache.takes_back_drafts:
+    if not cache.keeps_inputs:
         return None
     start_R = columns_RC[:, Column.START]
     return Spans(start_R, start_R + columns_RC[:, Column.NUM_TOKENS], columns_RC[:, Column.NUM_DRAFTS] > 0)

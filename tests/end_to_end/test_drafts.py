@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[draft_workout.NAME, "qwen3_next"])
 def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
-    """Of keys and values alone, and of states by row too, which wrong drafts must not change."""
+    """An engine with keys and values alone, and one with states by row, which wrong drafts must not change."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "DRAFTERS", scripted_drafts.REGISTRATION)
         core = engines.make_core(request.param, speculative_config={"method": "scripted"}, num_gpu_blocks_override=300)

@@ -19,7 +19,7 @@ class StateFormat:
     num_blocks: int
     """Blocks that hold the states of a row."""
     num_parts: int
-    """Of the states (`CacheLayout.state_parts`), on each device."""
+    """Parts of the states on each device: see `CacheLayout.state_parts`."""
     num_arrays: int
     """Arrays of blocks, behind which those of states are."""
 
