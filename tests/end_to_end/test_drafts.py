@@ -11,7 +11,7 @@ from tests.helpers import draft_workout, engines, scripted_drafts
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[draft_workout.NAME, "qwen3_next"])
+@pytest.fixture(scope="module")
 def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     """An engine with keys and values alone, and one with states by row, which wrong drafts must not change."""
     with pytest.MonkeyPatch.context() as patch:
@@ -21,7 +21,14 @@ def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     core.shutdown()
 
 
-@pytest.mark.parametrize("work_out", draft_workout.WORKOUTS)
+@pytest.mark.parametrize(
+    ("core", "work_out"),
+    [
+        *((draft_workout.NAME, work_out) for work_out in draft_workout.WORKOUTS),
+        ("qwen3_next", draft_workout.interruptions),
+    ],
+    indirect=["core"],
+)
 def test_tokens_are_those_of_an_engine_without_drafts(core: EngineCore, work_out: Callable[[EngineCore], None]) -> None:
     engines.renew(core)
     work_out(core)
