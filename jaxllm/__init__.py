@@ -30,6 +30,8 @@ _EXPORTS = {
     "PoolingRequestOutput": "jaxllm.outputs",
     "EmbeddingOutput": "jaxllm.outputs",
     "EmbeddingRequestOutput": "jaxllm.outputs",
+    "ClassificationOutput": "jaxllm.outputs",
+    "ClassificationRequestOutput": "jaxllm.outputs",
     "ScoringOutput": "jaxllm.outputs",
     "ScoringRequestOutput": "jaxllm.outputs",
 }
@@ -37,8 +39,6 @@ _EXPORTS = {
 _NOT_HERE = {
     "ModelRegistry": "model classes of PyTorch cannot be registered; a family is added by an entry point of the group jaxllm.models "
     "or by LLM(model_class='module:name') (docs/HOW_TO_ADD.md)",
-    "ClassificationOutput": "models with a classification head are not supported",
-    "ClassificationRequestOutput": "models with a classification head are not supported",
     "initialize_ray_cluster": "an engine joins Ray's cluster itself, with distributed_executor_backend='ray'",
 }
 """Names of vLLM's package without a counterpart, with the reason."""

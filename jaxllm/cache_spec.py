@@ -22,7 +22,7 @@ from typing import Protocol
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import Attention, CrossAttentionLayer, GatedDeltaNet, LatentAttention
+from jaxllm.model_parts import CrossAttentionLayer, GatedDeltaNet, LatentAttention, StateMixer, TokenMixer
 
 _BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 WORD_BYTES = 4
@@ -114,6 +114,17 @@ class LatentCache:
 
 
 @dataclass(frozen=True)
+class NoCache:
+    """Nothing: an encoder computes a prompt in one step. Requests hold blocks all the same, which have no bytes."""
+
+    arrays: tuple[CacheArray, ...] = ()
+
+    @property
+    def policy(self) -> CachePolicy:
+        return FULL
+
+
+@dataclass(frozen=True)
 class RowState:
     """Arrays of a fixed size for each running request, which sum up all its tokens: no blocks.
 
@@ -168,20 +179,22 @@ def row_bytes(config: ModelConfig) -> int:
     return sum(spec.bytes_per_row for spec in cache_specs(config) if isinstance(spec, RowState))
 
 
-def _spec(
-    attention: Attention | LatentAttention | GatedDeltaNet, config: ModelConfig, disable_windows: bool, num_drafts: int
-) -> CacheSpec | RowState:
+def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bool, num_drafts: int) -> CacheSpec | RowState:
     dtype = config.kv_cache_dtype
-    if isinstance(attention, GatedDeltaNet):
-        convolved, state = attention.state_shapes
-        heads = attention.num_key_heads
-        arrays = (StateArray(heads, convolved, config.dtype), StateArray(heads, state, "float32"))
-        if not num_drafts:
+    if attention is None:
+        return RowState(())
+    if isinstance(attention, StateMixer):
+        types = (config.dtype, "float32")
+        shapes = zip(attention.state_shapes, types, strict=False)
+        arrays = tuple(StateArray(attention.state_heads, shape, dtype) for shape, dtype in shapes)
+        if not num_drafts or not isinstance(attention, GatedDeltaNet):
             return RowState(arrays)
-        latest = (StateArray(heads, shape, config.dtype) for shape in attention.input_shapes(1 + num_drafts))
-        return RowState((*arrays, *latest, StateArray(heads, (1,), "float32")), keeps_inputs=True)
+        latest = (StateArray(attention.state_heads, shape, config.dtype) for shape in attention.input_shapes(1 + num_drafts))
+        return RowState((*arrays, *latest, StateArray(attention.state_heads, (1,), "float32")), keeps_inputs=True)
     if isinstance(attention, LatentAttention):
         return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
+    if config.encoder is not None:
+        return NoCache()
     shape = (attention.num_kv_heads, attention.head_dim, dtype)
     return FullCache(*shape) if attention.window is None or disable_windows else WindowCache(*shape, attention.window)
 

@@ -62,8 +62,8 @@ class ModelOptions:
     ] = None
     dequantize: Annotated[
         bool | None,
-        f"widen {WIDENED} while they are loaded; default: compute from the stored bits, but not of GGUF files, and of experts in "
-        "MXFP4 on a GPU in bfloat16 only",
+        f"widen {WIDENED} while they are loaded; default: compute from the stored bits, but not of GGUF files, of experts in MXFP4 "
+        "on a GPU in bfloat16 only, and of fp8 in blocks on GPUs only with kernels for them",
     ] = None
     max_model_len: Annotated[
         int | None, "most tokens of one request, prompt and output; default: the model's own; -1: the largest that fits"
@@ -92,13 +92,13 @@ class ModelOptions:
     chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        "what the model is for: generate (text, and embeddings too) or pooling (embeddings alone: no head is loaded); "
-        "auto: pooling for a checkpoint without a head or of sentence-transformers, else generate",
+        "what the model is for: generate (text, and embeddings too) or pooling (embeddings, classes or scores: no head for text is "
+        "loaded); auto: pooling for a checkpoint without such a head or of sentence-transformers, else generate",
     ] = "auto"
     pooler_config: Annotated[
         dict[str, Any] | None,
-        "JSON object with how hidden states are pooled, over what the checkpoint says: pooling_type (last or mean), normalize "
-        "(true or false)",
+        "JSON object with how hidden states are pooled, over what the checkpoint says: pooling_type (last, mean, or cls in encoders), "
+        "normalize (true or false)",
     ] = None
     max_logprobs: Annotated[int, "most logprobs that a request may ask for; -1: the whole vocabulary"] = 20
     logprobs_mode: Annotated[

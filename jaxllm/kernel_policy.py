@@ -56,6 +56,10 @@ class KernelPolicy:
         """Whether products of so many rows take them as they are, where weights are of 8-bit floats."""
         return num_rows <= self.max_weight_only_rows
 
+    def in_program(self, size: int) -> "KernelPolicy":
+        """This policy for all that a program of this size computes, also of fewer rows: without Triton products none are weight-only."""
+        return replace(self, max_weight_only_rows=0) if size > self.max_triton_rows else self
+
     def num_runs(self, num_tokens: int) -> int:
         """Number of equal runs that a step's tokens are computed in, so that products of one overlap with sums of another."""
         return 2 if num_tokens >= self.min_tokens_of_two_runs and num_tokens % 2 == 0 else 1

@@ -201,6 +201,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the answers to one conversation or a list of them. Template options: see `render_conversations`."""
+        self.llm_engine.input_processor.check_generates()
         prompts, tokenization = self._render_conversations(messages, reads_later=True, **template_options)
         params = self._params_list(sampling_params, len(prompts), RequestOutputKind.FINAL_ONLY)
         return self._finish(self._requests_or_later(prompts, params, priority, lora_request, tokenization), use_tqdm)

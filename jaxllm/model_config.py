@@ -9,7 +9,21 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.log import warn_once
-from jaxllm.model_parts import Attention, GatedDeltaNet, Head, LatentAttention, Layer, MoE, Names, Norm, Positions
+from jaxllm.model_parts import (
+    Attention,
+    Encoder,
+    GatedDeltaNet,
+    Head,
+    LatentAttention,
+    Layer,
+    Mamba2,
+    MoE,
+    Names,
+    Norm,
+    Positions,
+    StateMixer,
+    TokenMixer,
+)
 from jaxllm.served_model import ServedModel
 from jaxllm.weight_format import WeightFormat
 
@@ -24,7 +38,7 @@ MAX_POSITION = 2**31 - 1
 
 @dataclass(frozen=True)
 class ModelConfig(ServedModel):
-    """A decoder: token embedding, layers, norm and head."""
+    """A decoder, or an encoder: token embedding, layers, norm and head."""
 
     layers: tuple[Layer, ...]
     norm: Norm
@@ -35,6 +49,8 @@ class ModelConfig(ServedModel):
     """Factor of the embeddings of tokens."""
     positions: Positions | None = None
     head: Head = field(default_factory=Head)
+    encoder: Encoder | None = None
+    """Set if each token sees all others of its prompt, and no keys and values are kept; None: tokens see those before them."""
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     """Concrete: bfloat16, float16 or float32."""
@@ -74,7 +90,17 @@ class ModelConfig(ServedModel):
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """The distinct attentions over keys and values, in the order of their first layers."""
+        """The distinct attentions over keys and values in the cache, in the order of their first layers."""
+        return () if self.encoder is not None else self.key_value_attentions
+
+    @property
+    def encoder_attentions(self) -> tuple[Attention, ...]:
+        """The distinct attentions of an encoder over keys and values of the prompt, the same way."""
+        return () if self.encoder is None else self.key_value_attentions
+
+    @property
+    def key_value_attentions(self) -> tuple[Attention, ...]:
+        """The distinct attentions over keys and values of a decoder or an encoder, the same way."""
         return tuple(part for part in self._attentions if isinstance(part, Attention))
 
     @property
@@ -88,8 +114,18 @@ class ModelConfig(ServedModel):
         return tuple(part for part in self._attentions if isinstance(part, GatedDeltaNet))
 
     @property
-    def _attentions(self) -> tuple[Attention | LatentAttention | GatedDeltaNet, ...]:
-        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+    def mambas(self) -> tuple[Mamba2, ...]:
+        """The distinct Mamba-2 parts, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, Mamba2))
+
+    @property
+    def state_mixers(self) -> tuple[StateMixer, ...]:
+        """The distinct parts that keep states by row, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, StateMixer))
+
+    @property
+    def _attentions(self) -> tuple[TokenMixer, ...]:
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None))
 
     @property
     def has_rope_sections(self) -> bool:

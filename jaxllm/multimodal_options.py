@@ -15,7 +15,9 @@ class MultiModalOptions(MediaOptions):
     interleave_mm_strings: Annotated[
         bool, "for chat templates that take texts alone, put images where their parts are; default: before the message's text"
     ] = False
-    language_model_only: Annotated[bool, "load a model that sees images without its encoder, for text alone"] = False
+    language_model_only: Annotated[
+        bool, "load the text model of a checkpoint alone, without its encoders of images or audio"
+    ] = False
     skip_mm_profiling: Annotated[
         bool, "plan no memory for encoding an image of the largest size; the KV cache gets it, and such an image may not fit"
     ] = False

@@ -154,8 +154,19 @@ class EmbeddingOutput:
 
 
 @dataclass
+class ClassificationOutput:
+    """The probability of each class, in the order of the model's classes."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
 class ScoringOutput:
-    """The similarity of two texts: the cosine of their vectors, -1 to 1."""
+    """The similarity of two texts: the cosine of their vectors, -1 to 1, or the score that a classifier of pairs gives them."""
 
     score: float
 
@@ -167,6 +178,17 @@ class EmbeddingRequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass
+class ClassificationRequestOutput:
+    """Result of `LLM.classify` for a prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput
     num_cached_tokens: int = 0
     finished: bool = True
 

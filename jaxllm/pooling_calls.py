@@ -1,4 +1,4 @@
-"""Calls of `LLM` that compute vectors: embed, encode, score."""
+"""Calls of `LLM` that compute vectors, classes and scores: embed, encode, classify, score."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,6 +8,8 @@ from jaxllm.batches import one_each, prompt_list
 from jaxllm.errors import InvalidRequestError
 from jaxllm.lora_request import LoRARequest
 from jaxllm.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
@@ -17,11 +19,13 @@ from jaxllm.outputs import (
 from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.scoring import as_texts, cosine, pairs
 from jaxllm.text.input_processor import Prompt
+from jaxllm.text.pairs import PairCut
 
 
 class PoolingCalls:
-    """Needs `_requests_or_later` and `_finish`, which check prompts and run their requests."""
+    """Needs `_requests_or_later` and `_finish`, which check prompts and run their requests, and the engine's input processor."""
 
+    llm_engine: Any
     _requests_or_later: Callable[..., list[Any]]
     _finish: Callable[..., list[Any]]
 
@@ -55,7 +59,8 @@ class PoolingCalls:
         use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Compute the vector of each prompt (task embed) or of each of its tokens (token_embed), as NumPy arrays.
+        """Compute the vector of each prompt (task embed), of each of its tokens (token_embed), or a number for each class (classify), as
+        NumPy arrays.
 
         The parameters or `pooling_task` set the task. Prompts and errors: as for `generate`.
         """
@@ -64,6 +69,26 @@ class PoolingCalls:
         tasks = [_with_task(params, pooling_task) for params in params_list]
         requests = self._requests_or_later(all_prompts, tasks, None, lora_request)
         return self._finish(requests, use_tqdm)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Compute the probability of each class for each prompt, in order. Prompts and errors: as for `generate`."""
+        found = self.encode(prompts, pooling_params, pooling_task="classify", use_tqdm=use_tqdm, lora_request=lora_request)
+        return [
+            ClassificationRequestOutput(
+                output.request_id,
+                output.prompt_token_ids,
+                ClassificationOutput(output.outputs.data.tolist()),
+                output.num_cached_tokens,
+            )
+            for output in found
+        ]
 
     def score(
         self,
@@ -74,9 +99,21 @@ class PoolingCalls:
         use_tqdm: bool | Callable[..., Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Compute the cosine of the vectors of two texts: one text with each of many, or pair by pair."""
+        """Compute the score of two texts, one text with each of many, or pair by pair: the cosine of their vectors, or with a model that
+        scores pairs (a cross-encoder or reranker) what its head gives."""
         first, second = as_texts(data_1, "data_1"), as_texts(data_2, "data_2")
         wanted = pairs(len(first), len(second), ("data_1", "data_2"))
+        if self.llm_engine.input_processor.classifier is not None:
+            params = pooling_params or PoolingParams()
+            cut = PairCut(params.truncate_prompt_tokens, side=params.truncation_side)
+            prompts = self.llm_engine.input_processor.pair_prompts([(first[i], second[j]) for i, j in wanted], cut)
+            classified = self.classify(prompts, pooling_params=pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+            return [
+                ScoringRequestOutput(
+                    each.request_id, each.prompt_token_ids, ScoringOutput(each.outputs.probs[0]), each.num_cached_tokens
+                )
+                for each in classified
+            ]
         found = self.encode(
             [*first, *second], pooling_params, pooling_task="embed", use_tqdm=use_tqdm, lora_request=lora_request
         )

@@ -1,7 +1,7 @@
-"""The pooling method of a checkpoint: read from sentence-transformers' files, or the default of a decoder."""
+"""The pooling method of a checkpoint: read from sentence-transformers' files, or the default of its family."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args
 from jaxllm.errors import ConfigError, ModelLoadError, shortened
 from jaxllm.files import read_json
 
-PoolingType = Literal["last", "mean"]
+PoolingType = Literal["last", "mean", "cls"]
 FILES = ("modules.json", "*/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 """Where sentence-transformers says how to pool, as patterns of what to download."""
 
-_MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "last": "last"}
+_MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "last": "last", "cls_token": "cls", "cls": "cls"}
 _TYPE_KEYS = ("pooling_type", "seq_pooling_type")
 _OVERRIDES = (*_TYPE_KEYS, "use_activation", "normalize")
-_NO_HEAD = "classifiers and reward models are not supported; scores are cosines of embeddings (docs/EMBEDDINGS.md)"
+_NO_HEAD = "scores are those of the checkpoint's head, or cosines of embeddings (docs/EMBEDDINGS.md)"
 _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "task": ("requests say what they want, vectors of prompts or of tokens", "embed", "token_embed", "embed&token_embed"),
     "tok_pooling_type": ("vectors of tokens are those of all tokens", "ALL", "all"),
@@ -31,7 +31,7 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 }
 """Other keys of vLLM's object: why they are not supported, and values that ask for nothing."""
 _TYPES_ELSEWHERE = {
-    "cls": "a first token that sees all others needs an encoder, which is not supported",
+    "cls": "a first token that sees all others needs an encoder",
     "all": "requests ask for the vectors of all tokens with the task token_embed",
     "step": _NO_HEAD,
 }
@@ -45,7 +45,7 @@ class PoolingConfig:
     """How a model makes one vector of a prompt's hidden states."""
 
     pooling_type: PoolingType = "last"
-    """The hidden state of the last token, or the mean over all tokens."""
+    """The hidden state of the last token, the mean over all tokens, or the hidden state of the first token."""
     normalize: bool = True
     """Whether vectors are divided by their length unless a request says otherwise."""
     matryoshka_dimensions: tuple[int, ...] | None = None
@@ -61,16 +61,25 @@ def is_embedding_checkpoint(directory: Path) -> bool:
     return (directory / "modules.json").is_file()
 
 
-def load_pooling_config(directory: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> PoolingConfig:
+def load_pooling_config(
+    directory: Path,
+    raw: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    default: PoolingConfig | None = None,
+    is_encoder: bool = False,
+    is_classifier: bool = False,
+) -> PoolingConfig:
     """The pooling of a model directory with this config.json.
 
-    `overrides`: the engine's option pooler_config. Raises ModelLoadError for a checkpoint that pools in another way, ConfigError
-    for overrides that make no sense.
+    `overrides`: the engine's option pooler_config. default: of its family. A classifier pools as its family does, whatever
+    sentence-transformers' files say. Raises ModelLoadError for a checkpoint that pools in another way, ConfigError for overrides that
+    make no sense.
     """
-    config = PoolingConfig()
-    if is_embedding_checkpoint(directory):
-        config = _read_modules(directory, has_type=any(name in (overrides or {}) for name in _TYPE_KEYS))
-    return _overridden(replace(config, matryoshka_dimensions=_matryoshka(directory, raw)), overrides or {})
+    config, types = default or PoolingConfig(), get_args(PoolingType) if is_encoder else ("last", "mean")
+    if is_embedding_checkpoint(directory) and not is_classifier:
+        config = _read_modules(directory, types, has_type=any(name in (overrides or {}) for name in _TYPE_KEYS))
+    return _overridden(replace(config, matryoshka_dimensions=_matryoshka(directory, raw)), overrides or {}, types)
 
 
 def bidirectional_faults(raw: Mapping[str, Any]) -> list[str]:
@@ -82,7 +91,7 @@ def bidirectional_faults(raw: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _read_modules(directory: Path, *, has_type: bool) -> PoolingConfig:
+def _read_modules(directory: Path, types: Sequence[str], *, has_type: bool) -> PoolingConfig:
     """sentence-transformers' chain of modules: Transformer, Pooling, perhaps Normalize."""
     file = directory / "modules.json"
     modules = read_json(file, error=ModelLoadError)
@@ -93,7 +102,7 @@ def _read_modules(directory: Path, *, has_type: bool) -> PoolingConfig:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             if not has_type:
-                pooling = _pooling_type(directory / _folder(file, module) / "config.json")
+                pooling = _pooling_type(directory / _folder(file, module) / "config.json", types)
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
@@ -120,7 +129,7 @@ def _folder(file: Path, module: Mapping[str, Any]) -> str:
     return name
 
 
-def _pooling_type(file: Path) -> PoolingType:
+def _pooling_type(file: Path, types: Sequence[str]) -> PoolingType:
     """From the flags pooling_mode_*, or in newer files from the text pooling_mode."""
     raw = _object(file)
     chosen = raw.get("pooling_mode")
@@ -132,11 +141,11 @@ def _pooling_type(file: Path) -> PoolingType:
         not isinstance(modes, list)
         or not all(isinstance(mode, str) for mode in modes)
         or len(modes) != 1
-        or modes[0] not in _MODES
+        or _MODES.get(modes[0]) not in types
     ):
         found = shortened(" and ".join(map(str, modes))) if isinstance(modes, list) and modes else "nothing"
         raise ModelLoadError(
-            f"{file} pools by {found}, supported: lasttoken or mean; choose one with --pooler-config "
+            f"{file} pools by {found}, supported: {' or '.join(types)}; choose one with --pooler-config "
             '\'{"pooling_type": "last"}\''
         )
     pooling: PoolingType = _MODES[modes[0]]  # type: ignore[assignment]
@@ -156,7 +165,7 @@ def _matryoshka(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...] | No
     return () if raw.get("is_matryoshka") is True else None
 
 
-def _overridden(config: PoolingConfig, overrides: Mapping[str, Any]) -> PoolingConfig:
+def _overridden(config: PoolingConfig, overrides: Mapping[str, Any], types: Sequence[str]) -> PoolingConfig:
     for name, value in overrides.items():
         if name in _ELSEWHERE:
             reason, *harmless = _ELSEWHERE[name]
@@ -166,11 +175,10 @@ def _overridden(config: PoolingConfig, overrides: Mapping[str, Any]) -> PoolingC
             raise ConfigError(f"pooler_config has the unknown key {name!r}; known: {', '.join(_OVERRIDES)}")
     wanted = overrides.get("pooling_type", overrides.get("seq_pooling_type"))
     if wanted is not None:
-        if not isinstance(wanted, str) or wanted.lower() not in get_args(PoolingType):
+        if not isinstance(wanted, str) or wanted.lower() not in types:
             reason = _TYPES_ELSEWHERE.get(str(wanted).lower())
             raise ConfigError(
-                f"pooler_config: pooling_type is {wanted!r}, must be {' or '.join(get_args(PoolingType))}"
-                + (f": {reason}" if reason else "")
+                f"pooler_config: pooling_type is {wanted!r}, must be {' or '.join(types)}" + (f": {reason}" if reason else "")
             )
         config = replace(config, pooling_type=wanted.lower())  # type: ignore[arg-type]
     normalize = overrides.get("use_activation", overrides.get("normalize"))

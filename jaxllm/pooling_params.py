@@ -7,12 +7,11 @@ from typing import Any, Literal, get_args
 from jaxllm.errors import InvalidRequestError
 from jaxllm.sampling_params import RequestOutputKind
 
-PoolingTask = Literal["embed", "token_embed"]
+PoolingTask = Literal["embed", "token_embed", "classify"]
 TASKS: tuple[str, ...] = get_args(PoolingTask)
 _NOT_SUPPORTED = {
-    "classify": "classification heads are not supported",
-    "token_classify": "classification heads are not supported",
-    "score": "there are no cross-encoders here; compare the embeddings of two texts (LLM.score, /score)",
+    "token_classify": "classes are those of whole prompts",
+    "score": "classify a pair of texts, or compare their embeddings (LLM.score, /score)",
     "plugin": "there are no plugins",
 }
 
@@ -26,9 +25,10 @@ class PoolingParams:
     """
 
     task: PoolingTask | None = None
-    """embed: one vector for the prompt; token_embed: one for each token. None: what the method that is called makes."""
+    """embed: one vector for the prompt; token_embed: one for each token; classify: a number for each class. None: what the method that is
+    called makes, or the model."""
     use_activation: bool | None = None
-    """Whether vectors are divided by their length, in float32; None: as the model says."""
+    """Whether vectors are divided by their length, in float32, and scores of classes become probabilities; None: as the model says."""
     dimensions: int | None = None
     """Number of leading values of each vector, for models trained for it (Matryoshka); None: all."""
     truncate_prompt_tokens: int | None = None

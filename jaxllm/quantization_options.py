@@ -44,6 +44,10 @@ FORMATS = (
         widened=_PACKED,
     ),
     Registered(
+        path="jaxllm.quantization.formats.fp8_blocks:Fp8Blocks",
+        widened=_PACKED,
+    ),
+    Registered(
         path="jaxllm.quantization.formats.fp8:Fp8",
         online={
             "fp8": "the weights of the decoder's layers become 8-bit floats (e4m3, a scale per output channel) while they are loaded, "

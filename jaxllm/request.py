@@ -164,6 +164,8 @@ class EngineCoreRequest:
     """The grammar made from sampling_params.structured_outputs, which is not set here."""
     thinking_budget: ThinkingBudget | None = None
     """The budget made from sampling_params.thinking_token_budget, which is not set here, for this prompt."""
+    second_text_start: int | None = None
+    """In a prompt of two texts for an encoder: position of the first token of the type 1, which all behind it have; None: there is none."""
 
     def __post_init__(self) -> None:
         end = 0

@@ -42,6 +42,8 @@ class NewRequestData:
     """The slot on the device of the request's adapter."""
     items: tuple[PromptItem, ...] = ()
     """The items of its prompt, without their payloads: `EncodeItem` has those."""
+    second_text_start: int | None = None
+    """See `EngineCoreRequest`."""
 
 
 class RowStep(NamedTuple):

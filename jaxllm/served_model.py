@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxllm.errors import shortened
 from jaxllm.model_parts.audio import Audio
+from jaxllm.model_parts.encoder import Classifier
 from jaxllm.model_parts.vision import Vision
 from jaxllm.pooling_config import PoolingConfig
 
@@ -39,6 +40,10 @@ class ServedModel:
     generates: bool = True
     """Whether it has a head and generates text; otherwise it makes vectors only."""
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    has_token_types: bool = False
+    """Whether it tells the tokens of a second text from those of a first."""
+    classifier: Classifier | None = None
+    """How it scores the classes of a prompt, which is all that it does; None: it has no such head."""
     vision: Vision | None = None
     """How it sees images; None: it does not."""
     audio: Audio | None = None

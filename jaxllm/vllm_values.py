@@ -46,7 +46,9 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
         **dict(_taken("auto", f"{_MAPPED}; from object storage, download the model first", "runai_streamer")),
         **dict(_refused("give the whole checkpoint, of which each device reads its part", "runai_streamer_sharded sharded_state")),
         **dict(_refused("weights are not passed between processes; give the checkpoint's directory", "ipc_cache modelexpress")),
-        **dict(_refused("give the checkpoint with safetensors, and config.json and tokenizer.json next to them", "tensorizer mistral")),
+        **dict(_refused("give the checkpoint with safetensors, and config.json and tokenizer.json next to them", "tensorizer")),
+        **dict(_taken("auto", "files in the hub's form are read (config.json, model*.safetensors, tokenizer.json), which Mistral's "
+                      "checkpoints have in addition to their own", "mistral")),
         **dict(_taken("auto", f"{_STORED}; weights that it holds in 16 bits stay so", "bitsandbytes")),
     },
     "quantization": {

@@ -19,6 +19,7 @@ OPS = (
     "rope_cache_write",
     "sampling",
     "segment_attention",
+    "state_space",
 )
 _USES = {
     "grouped_matmul": ("quantized_matmul",),

@@ -25,6 +25,8 @@ tiers            blocks to host memory and back while requests decode, to the bi
                  damage is noticed; the demo model in float32 says the same tokens with little room on the device
 tensor_parallel  on 2 and 4 GPUs: starts with the default memory, twice in one process; one GPU's tokens with requests of every kind,
                  mixed, preempted, from cached prefixes, after failed steps and sleep, with fp8 weights and cache; skipped on one GPU
+parallel_models  on 2 and 4 GPUs: one GPU's float32 tokens of weights in 4 and 8 bits, of experts in int4 and of linear attention, and
+                 bfloat16 logprobs no further from float32 than plain XLA's on one GPU (a stated factor); skipped on one GPU
 topologies       on 2 and 4 GPUs: one GPU's tokens with replicas, stages of a pipeline, whole experts and split tokens, also of
                  several GPUs each
 hosts            one GPU's tokens with an engine over 2 and 4 processes of `jax.distributed`, which may share a GPU

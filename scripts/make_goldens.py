@@ -22,10 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import (
+    AfmoeConfig,
+    ApertusConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -34,16 +38,29 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
+    HYV3Config,
+    LagunaConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
+    MiniMaxM2Config,
     Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -53,12 +70,19 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SarvamMoEConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 if TYPE_CHECKING:
@@ -98,6 +122,7 @@ def rope(**parameters: Any) -> PreTrainedConfig:
 
 WIDE = {**SIZES, "head_dim": 16}
 """Heads that are wider together than the model."""
+NARROW = {**SIZES, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 3}
 WINDOWED = {"sliding_window": 16, "num_hidden_layers": 4}
 LATENT = {
     **SIZES,
@@ -110,6 +135,55 @@ LATENT = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+GRANITE_HYBRID = {
+    **SIZES,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "tie_word_embeddings": True,
+}
+NEMOTRON_H = {
+    **{key: value for key, value in SIZES.items() if key != "num_hidden_layers"},
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 40,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "time_step_min": 1e-9,  # transformers takes it for the least time step of prompts, and for none of later tokens
+}
+FLAT: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+"""Linear attention with flat projections, and a rope with sections."""
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 VARIANTS: dict[str, PreTrainedConfig] = {
@@ -199,6 +273,13 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[1, 2],
         partial_rotary_factor=0.25,
     ),
+    "qwen3_5": Qwen3_5TextConfig(
+        **{**FLAT, "vocab_size": 88, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4},
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(
+        **FLAT, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    ),
     "olmoe": OlmoeConfig(**{**SIZES, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3),
     "glm4_moe": Glm4MoeConfig(
         **WIDE,
@@ -242,6 +323,128 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         topk_group=2,
         rope_parameters={**DEEP_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
     ),
+    "deepseek_v32": DeepseekV32Config(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=256,
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=2,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "glm_moe_dsa": GlmMoeDsaConfig(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=256,
+        index_topk_freq=2,
+    ),
+    "mistral4": Mistral4Config(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={
+            "type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "dots1": Dots1Config(
+        **{**SIZES, "num_hidden_layers": 3},
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        moe_intermediate_size=32,
+        n_group=2,
+        first_k_dense_replace=1,
+        sliding_window=16,
+        max_window_layers=2,
+        routed_scaling_factor=2.5,
+    ),
+    "minimax_m2": MiniMaxM2Config(
+        **{**WIDE, "intermediate_size": 32},
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rotary_dim=8,
+    ),
+    "hy_v3": HYV3Config(
+        **{**WIDE, "num_hidden_layers": 3},
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        moe_intermediate_size=32,
+    ),
+    "laguna": LagunaConfig(
+        **NARROW,
+        num_attention_heads_per_layer=[4, 8, 4],
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        moe_routed_scaling_factor=2.5,
+        rope_parameters={
+            "full_attention": {**DEEP_YARN, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "mimo_v2_flash": MiMoV2FlashConfig(
+        **{**NARROW, "head_dim": 12},
+        v_head_dim=8,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        routed_scaling_factor=2.5,
+    ),
+    "afmoe": AfmoeConfig(
+        **{**WIDE, "num_hidden_layers": 4},
+        sliding_window=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        route_scale=2.5,
+        mup_enabled=True,
+    ),
+    "sarvam_moe": SarvamMoEConfig(
+        **{**WIDE, "num_hidden_layers": 3},
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        n_group=4,
+        topk_group=2,
+        partial_rotary_factor=0.5,
+    ),
+    "hunyuan_v1_dense": HunYuanDenseV1Config(
+        **WIDE,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0},
+        tie_word_embeddings=True,
+    ),
+    "hunyuan_v1_moe": HunYuanMoEV1Config(**{**WIDE, "intermediate_size": 32}, num_experts=8, moe_topk=3),
+    "apertus": ApertusConfig(**SIZES),
     "granite_moe": GraniteMoeConfig(
         **{**SIZES, "intermediate_size": 32},
         num_local_experts=6,
@@ -250,6 +453,50 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         logits_scaling=2.0,
         residual_multiplier=0.5,
         attention_multiplier=0.2,
+    ),
+    "granite_hybrid": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_local_experts": 0},
+        layer_types=["linear_attention", "full_attention"],
+        mamba_n_groups=1,
+        mamba_proj_bias=True,
+    ),
+    "granite_hybrid_moe": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_hidden_layers": 3},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_n_groups=2,
+        mamba_conv_bias=False,
+        time_step_limit=(0.3, 0.8),
+    ),
+    "granite_hybrid_dense": GraniteMoeHybridConfig(
+        **{**GRANITE_HYBRID, "num_local_experts": 0}, layer_types=["full_attention"] * 2, position_embedding_type="rope"
+    ),
+    "nemotron_h": NemotronHConfig(
+        **NEMOTRON_H, layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], moe_latent_size=16
+    ),
+    "nemotron_h_moe": NemotronHConfig(
+        **NEMOTRON_H,
+        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"],
+        use_bias=True,
+        use_conv_bias=False,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    ),
+    "lfm2": Lfm2Config(
+        **{**SIZES, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 72},
+        layer_types=["conv", "full_attention"],
+        conv_bias=True,
+        conv_L_cache=4,
+        block_multiple_of=16,
+    ),
+    "lfm2_moe": Lfm2MoeConfig(
+        **{**SIZES, "num_hidden_layers": 3},
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        routed_scaling_factor=1.5,
     ),
     "ernie4_5_moe": Ernie4_5_MoeConfig(
         **SIZES, moe_num_experts=8, moe_k=3, moe_num_shared_experts=2, moe_intermediate_size=32, moe_layer_start_index=1
@@ -310,6 +557,21 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 }
 
 
+def architecture(config: PreTrainedConfig) -> str:
+    """The name of the architecture with a head, as checkpoints on the hub have it."""
+    return "SarvamMoEForCausalLM" if config.model_type == "sarvam_moe" else _class_name(config)
+
+
+def _class_name(config: PreTrainedConfig) -> str:
+    """The class that computes it. transformers lists Mistral 4's with those of models that see images."""
+    texts, images = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return texts.get(config.model_type) or images[config.model_type]
+
+
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+"""Classes of norms whose weights are stored from zero, and would make logits too large for float32 to tell them to 1e-4."""
+
+
 def kept() -> list[str]:
     """The variants that have a golden in tests/goldens."""
     return sorted(path.parent.name for path in FOLDER.glob("*/golden.json"))
@@ -320,7 +582,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     import torch
 
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model_class = getattr(transformers, _class_name(config))
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # which float64 needs
+    model = model_class._from_config(config, dtype=torch.float32, **plain)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".sinks"):
@@ -329,8 +593,8 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
                 weight.uniform_(-6, -1)
             elif name.endswith("norm.weight") or (weight.ndim == 1 and not name.endswith(".bias")):
                 weight.uniform_(0.5, 1.5)
-                if type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Qwen3NextRMSNorm":
-                    weight.sub_(1)  # keeps logits small enough for float32 to tell them to 1e-4
+                if type(model.get_submodule(name.rpartition(".")[0])).__name__ in OFFSET_NORMS:
+                    weight.sub_(1)
             elif name.endswith(".bias"):
                 weight.normal_(0, 0.2)
             else:
@@ -338,7 +602,20 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
                 is_tied = config.tie_word_embeddings and "embed" in name
                 weight.normal_(0, scale / 8 if is_tied else scale)
             weight.copy_(weight.to(torch.bfloat16))  # what the file will hold
+        for name, buffer in model.named_buffers():  # of routers, for the choice of experts
+            if name.endswith("correction_bias"):
+                buffer.copy_(buffer.normal_(0, 0.2).to(torch.bfloat16))
+            elif name.endswith("bias"):
+                buffer.copy_(buffer.uniform_(-0.2, 0.2).to(torch.bfloat16))
     return model.eval()
+
+
+def save(model: "torch.nn.Module", directory: Path) -> None:
+    """Write the model's files, with the name of its architecture on the hub."""
+    model.save_pretrained(directory)
+    file = directory / "config.json"
+    raw = {**json.loads(file.read_text(encoding="utf-8")), "architectures": [architecture(model.config)]}
+    file.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def compute(model: "torch.nn.Module", prompt: list[int]) -> tuple[dict[str, Any], float, "torch.Tensor"]:
@@ -399,7 +676,7 @@ def write(name: str, config: PreTrainedConfig, output: Path) -> None:
         raise SystemExit(f"{name}: no seed gave text without ties, loops and large rounding")
     folder = output / name
     shutil.rmtree(folder, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    save(model.to(torch.bfloat16), folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     result = {
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},

@@ -22,8 +22,9 @@ from jaxllm.model_config import MAX_LAYERS, MAX_POSITION
 from jaxllm.models.config_reader import MAX_EXPERTS, MAX_INTEGER, MAX_VOCABULARY
 from jaxllm.models.registry import FAMILIES
 from jaxllm.quantization.formats import supported_checkpoints
-from jaxllm.text import tokenizer_files
+from jaxllm.text import tiktoken_files, tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
+from scripts.make_encoder_goldens import VARIANTS as ENCODERS
 from scripts.make_goldens import FOLDER, VARIANTS
 from scripts.make_picture_goldens import VARIANTS as PICTURES
 
@@ -42,8 +43,14 @@ add a family, inside this package or outside.
 
 ## Families
 
-The architecture is the entry of `architectures` in config.json; `XModel` is `XForCausalLM` without a head, for embeddings. The files are
-in `jaxllm/models/`.
+The architecture is the entry of `architectures` in config.json; `XModel` is `XForCausalLM` without a head, for embeddings, and
+`XForSequenceClassification` has a head that scores classes. The files are in `jaxllm/models/`.
+
+Of an architecture that is not here, `XForConditionalGeneration` for example, the text model is served if the `text_config` in its
+config.json is of one that is. Where an encoder of images or audio is here too, `--language-model-only` leaves it out. The text model's
+tensors may begin with `model.language_model.`, `language_model.model.`, `language_model.` or `model.`; those of other models are not
+read, and the log counts them. Weights of a layer's experts may be in a tensor each or in one of all.
+`scripts/recipes_that_load.py` lists the architectures of vLLM's text recipes, and which of them load.
 
 | family | architectures | file | variants tested |
 |---|---|---|---|
@@ -60,6 +67,8 @@ TESTED = """
   `JAXLLM_GOLDENS=DIR`.
 - Whisper and Qwen 2 Audio have what their encoders make of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`,
   `make_audio_token_golden.py`, `tests/end_to_end/test_whisper.py`, `test_audio_tokens.py`).
+- Encoders and classifiers have goldens of hidden states and scores (`scripts/make_encoder_goldens.py`), which whole engines with packed
+  prompts must give within 1e-4 (`tests/end_to_end/test_encoders.py`); the others are compared live, as above.
 - Families that see images have goldens of prompts with pictures as well (`scripts/make_picture_goldens.py`,
   `tests/models/test_pictures.py`): what their encoder makes of two pictures within 1e-5, the rest as above.
 """
@@ -86,8 +95,8 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 | weights in the checkpoint | weights in the model |
 |---|---|
 | fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
-| fp8, a scale per block | 16 bits; with `--quantization fp8` fp8 with a scale per channel |
-| fp8 of experts, heads and others outside of linear layers | 16 bits |
+| fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; by channel with `--quantization fp8` |
+| fp8, a scale per channel or tensor, of experts; fp8 of heads and others outside of linear layers | 16 bits |
 | fp8 with plain activations, or of some layers where others are in another format | as stored, widened inside products |
 | NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |
 | MXFP4 of gpt-oss's experts | as stored on a GPU in bfloat16; 16 bits elsewhere, and where devices would share a block of 32 values |
@@ -97,14 +106,16 @@ keep the model's type, also where the checkpoint was made for activations in 4 o
 embedding and what latents are multiplied with become the model's type while they are read, and with `--dequantize` all
 these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece.
 
-On Hopper GPUs with JAX 0.11 or later, kernels multiply weights of linear layers and experts in int4, int8, fp8, NVFP4,
-MXFP4, MXFP8 and nf4 in engines in bfloat16: by default on kinds of GPU on which they were verified
-([H100](verified/NVIDIA_H100_80GB_HBM3.md), [H200](verified/NVIDIA_H200.md)), on others with
+On Hopper GPUs with JAX 0.11 or later, kernels multiply weights of linear layers and experts in int4, int8, fp8 (by
+block, and weight-only), NVFP4, MXFP4, MXFP8 and nf4 in engines in bfloat16: by default on kinds of GPU on which they
+were verified ([H100](verified/NVIDIA_H100_80GB_HBM3.md), [H200](verified/NVIDIA_H200.md)), on others with
 `--attention-implementation mosaic`, after the check at the start found them right in the model's shapes. They take
 groups of a multiple of 16 inputs on each device, and no minimums (GGUF's Q4_K, Q5_K, Q4_1 and Q5_1); nf4's table is
 rounded to bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check
-fails, and of fp4 and IQ4_NL always. `--attention-implementation xla` turns these kernels off, with all others.
-gpt-oss's experts have kernels of their own.
+fails, and of fp4 and IQ4_NL always. Of experts that is slow, because all of them are widened in each step: where memory
+suffices, `--dequantize` is faster. On GPUs without these kernels fp8 by block is widened while it is read, unless
+`--no-dequantize` is given. `--attention-implementation xla` turns these kernels off, with all others. gpt-oss's experts
+have kernels of their own.
 
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no
 quantization_config, its text_config's counts, or compression_config, or what stands in hf_quant_config.json (ModelOpt),
@@ -118,7 +129,7 @@ bitsandbytes must have 64 values of one output; its int8 weights go with activat
 
 ## Embeddings
 
-Which checkpoints make vectors: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The model that comes with the package:
+Which checkpoints make vectors and classes: [EMBEDDINGS.md](EMBEDDINGS.md#which-models). The model that comes with the package:
 [DEMO_MODEL.md](DEMO_MODEL.md).
 """
 
@@ -139,6 +150,7 @@ def _families() -> Iterable[str]:
         kinds = {FAMILIES[architecture][0] for architecture in architectures}
         tested = [name for name, config in VARIANTS.items() if _kind(config.model_type) in kinds]
         tested += [name for name, arguments in PICTURES.items() if arguments["family"] in kinds]
+        tested += [name for name, (config, _) in ENCODERS.items() if config.model_type in kinds]
         tested += [path.parent.name for path in FOLDER.glob("*/audio.json") if path.parent.name in kinds]
         names = ", ".join(f"`{name}`" for name in architectures)
         told = ", ".join(f"**{name}**" if (FOLDER / name).is_dir() else name for name in tested)
@@ -169,9 +181,11 @@ def _limits() -> list[str]:
         f"{MAX_VOCABULARY:,} tokens, a sequence {MAX_POSITION:,}, a model {MAX_LAYERS:,} layers with {MAX_EXPERTS:,} experts each and "
         f"{model_config.MAX_EXPERTS:,} together; any other integer is at most {MAX_INTEGER:,}. A tokenizer.json has at most "
         f"{MAX_TOKENIZER_BYTES >> 20} MiB, and its steps make at most {MAX_GROWTH} characters of one; tokens next to it have at most "
-        f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. A GGUF file has at most "
-        f"{MAX_TENSORS:,} tensors of 1 to {MAX_DIMENSIONS} dimensions, and {MAX_VALUES:,} values and {MAX_TEXT_BYTES >> 20} MiB of texts "
-        f"in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} characters. An error names a value and its limit.",
+        f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. A tiktoken.model, which is "
+        f"read where there is no tokenizer.json, has at most {tiktoken_files.MAX_BYTES >> 20} MiB; those of Kimi are known. A GGUF file "
+        f"has at most {MAX_TENSORS:,} tensors of 1 to {MAX_DIMENSIONS} dimensions, and {MAX_VALUES:,} values and "
+        f"{MAX_TEXT_BYTES >> 20} MiB of texts in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} "
+        "characters. An error names a value and its limit.",
     ]
 
 

@@ -506,7 +506,10 @@ FAULTS = {
     ),
     "prefill": Fault("kill -9 of the prefill engine while it computes prompts", prefill_killed_in_first_legs, TWO_ROLES),
     "prefill-pulls": Fault(
-        "kill -9 of the prefill engine while others fetch from it", prefill_killed_in_pulls, TWO_ROLES, "kv.pull:1-:hang=1"
+        "kill -9 of the prefill engine while others fetch from it",
+        prefill_killed_in_pulls,
+        TWO_ROLES,
+        "kv.pull:1-:hang=1,kv.locate:1-:hang=1",
     ),
     "decode": Fault("kill -9 of one of 2 decode engines", decode_killed, TWO_ROLES),
     "remote-replica": Fault("kill -9 of the replica on host 1 of 2", remote_replica_killed, ON_TWO_HOSTS, has_other_host=True),

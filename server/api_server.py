@@ -220,7 +220,7 @@ def _allow_many_connections() -> None:
 def _offers(engine: AsyncLLM) -> str:
     """The kind of most requests, as one word for the start screen."""
     if not engine.model_config.generates:
-        return "embeddings"
+        return "embeddings" if engine.model_config.classifier is None else "classes"
     if engine.config.model.skip_tokenizer_init:
         return "token ids"
     has_template = engine.chat_template is not None or bool(engine.get_tokenizer().chat_templates)

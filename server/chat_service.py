@@ -217,6 +217,7 @@ class ChatService:
 
     async def prepare(self, conversation: Conversation) -> PreparedChat:
         """Render, tokenize and check a conversation. Raises ApiError or InvalidRequestError."""
+        self._engine.input_processor.check_generates()
         check = check_tools if self._encoder is None else self.speech.check
         work = in_one_piece(check, conversation.tools, conversation.tool_choice)
         tools, choice = await self._work.unless_small(work, num_bytes=conversation.num_bytes)

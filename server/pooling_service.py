@@ -1,4 +1,4 @@
-"""Turns prompts into vectors: shared by embeddings, pooling, scores and ranks. Independent of HTTP."""
+"""Turns prompts into vectors or classes: shared by embeddings, pooling, classes, scores and ranks. Independent of HTTP."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,8 @@ from jaxllm.media import ProcessedMedia
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request_options import NO_OPTIONS, RequestOptions
-from jaxllm.text.input_processor import ParentRequest
+from jaxllm.text.input_processor import ParentRequest, TokensPrompt
+from jaxllm.text.pairs import PairCut
 from jaxllm.text.prompt_media import with_processed
 from jaxllm.text.tokenization import encode_prompts
 from server.endings import end_of, failure
@@ -21,6 +22,8 @@ from server.prompts import PIECE_CHARACTERS, check_text_length, check_total, cut
 from server.usage import Usage
 from server.work import Work, WorkPool
 
+PAIRS_AT_ONCE = 32
+"""Pairs that are tokenized in one piece."""
 MAX_VALUES = 1 << 24
 """Maximum number of numbers in one reply: vectors of all tokens make a very large text."""
 
@@ -29,11 +32,20 @@ MAX_VALUES = 1 << 24
 class Input:
     """One prompt, and its name in the request."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | TokensPrompt
+    """A prompt with token ids is taken as it is."""
     param: str
     params: PoolingParams
     images: Sequence[ProcessedMedia] = ()
     """Images of a prompt that is token ids."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts that the model scores, and their names in the request."""
+
+    texts: tuple[str, str]
+    param_names: tuple[str, str]
 
 
 class PoolingService:
@@ -74,6 +86,45 @@ class PoolingService:
                 raise InvalidRequestError(text, each.param if is_of_prompt else error.param) from error
         self._check_size(requests)
         return requests
+
+    async def pair_inputs(self, pairs: Sequence[Pair], cut: PairCut, params: PoolingParams) -> list[Input]:
+        """Pairs of texts as inputs of a model that scores them. Raises ApiError."""
+        limit = self._limits.max_prompts_per_request
+        if len(pairs) > limit:
+            param = pairs[0].param_names[1]
+            raise bad_request(
+                f"{param} makes {len(pairs)} pairs, at most {limit} are possible (--max-prompts-per-request)", param
+            )
+        prompts = await self._work.run(self._encode_pairs(pairs, cut))
+        return [Input(prompt, pair.param_names[1], params) for prompt, pair in zip(prompts, pairs, strict=True)]
+
+    def _encode_pairs(self, pairs: Sequence[Pair], cut: PairCut) -> Work[list[Any]]:
+        """Prompts with their token ids. Tokenizes only as much of overlong texts as is needed to reject or cut them."""
+        longest, kept = self._engine.max_model_len, {}
+        limits = (cut.first, cut.second)
+        for param, text, most in dict.fromkeys(
+            each for pair in pairs for each in zip(pair.param_names, pair.texts, limits, strict=True)
+        ):
+            tokenizer = tokenizer_of(self._engine, param)
+            if not text:
+                raise bad_request(f"{param} has an empty text, must have at least 1 token", param)
+            if cut.whole is not None or most is not None:
+                kept[text] = yield from cut_text(tokenizer, text, longest, cut.side, longest)
+                continue
+            try:
+                yield from check_text_length(tokenizer, text, longest + 1, param)
+            except ApiError:
+                raise _too_long("far too many", longest, param) from None
+        texts = [tuple(kept.get(text, text) for text in pair.texts) for pair in pairs]
+        prompts: list[Any] = []
+        num_tokens = 0
+        for first in range(0, len(texts), PAIRS_AT_ONCE):
+            made = self._engine.input_processor.pair_prompts(texts[first : first + PAIRS_AT_ONCE], cut)  # type: ignore[arg-type]
+            prompts += made
+            num_tokens += sum(len(prompt["prompt_token_ids"]) for prompt in made)
+            check_total(num_tokens, longest, pairs[0].param_names[1])
+            yield None
+        return prompts
 
     async def run(self, requests: Sequence[ParentRequest]) -> list[PoolingRequestOutput]:
         """Return the vectors of prepared requests, in order. If it is cancelled or one request fails, the others are aborted.
@@ -126,6 +177,8 @@ class PoolingService:
             if isinstance(each.prompt, str):
                 text = kept.get(each.prompt, each.prompt)
                 prompts.append({"prompt": text, "prompt_token_ids": by_text[text]})
+            elif isinstance(each.prompt, dict):
+                prompts.append(each.prompt)
             else:
                 prompts.append(with_processed({"prompt_token_ids": each.prompt}, each.images))
             num_tokens = len(prompts[-1]["prompt_token_ids"])
@@ -135,6 +188,8 @@ class PoolingService:
 
     def _check_size(self, requests: Sequence[ParentRequest]) -> None:
         width, count = self._engine.model_config.hidden_size, 0
+        if (classifier := self._engine.model_config.classifier) is not None:
+            width = len(classifier.labels)
         for request in requests:
             params = request.pooling_params
             assert params is not None

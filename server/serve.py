@@ -59,7 +59,7 @@ class Serving:
     seconds: float
     """Since the supervisor's start."""
     offers: str
-    """The kind of most requests: "chat", "completions", "token ids" or "embeddings"."""
+    """The kind of most requests: "chat", "completions", "token ids", "embeddings" or "classes"."""
 
 
 class _ApiServer:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class Speech:
         found_tool, found_reasoning = find_dialect_names(source, tokenizer)
         self.tool_name = _named(options.tool_call_parser, found_tool)
         self.reasoning_name = _named(options.reasoning_parser, found_reasoning)
-        self._tool, self._reasoning = _dialects(self.tool_name, self.reasoning_name)
+        self._tool, self._reasoning = _dialects(self.tool_name, self.reasoning_name, tokenizer.added_tokens.values())
         self._special_tokens = special_tokens_of(tokenizer)
         self._keeps_special = any(
             dialect is not None and dialect.needs_special_tokens(tokenizer) for dialect in (self._tool, self._reasoning)
@@ -196,9 +196,11 @@ def check_names(options: ChatOptions) -> None:
     _dialects(_named(options.tool_call_parser, None), _named(options.reasoning_parser, None))
 
 
-def _dialects(tool_name: str | None, reasoning_name: str | None) -> tuple[ToolDialect | None, ReasoningDialect | None]:
+def _dialects(
+    tool_name: str | None, reasoning_name: str | None, added_tokens: Collection[str] = ()
+) -> tuple[ToolDialect | None, ReasoningDialect | None]:
     try:
-        return by_name(tool_name, reasoning_name)
+        return by_name(tool_name, reasoning_name, added_tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -13,8 +13,10 @@ _CALLS: dict[str, tuple[str, dict[str, object], tuple[str, ...], str]] = {
     "completions": ("completions", {"prompt": "Once upon a time", "max_tokens": 32}, (), "choices[0].text"),
     "token ids": ("completions", {"prompt": [1, 2, 3], "max_tokens": 32}, ("return_token_ids",), "choices[0].token_ids"),
     "embeddings": ("embeddings", {"input": "Hello!"}, (), "data[0].embedding"),
+    "classes": ("classify", {"input": "Hello!"}, (), ""),
 }
-"""Requests of examples, by name: the path, the fields of the body, those that OpenAI lacks, and the part of the answer to print."""
+"""Requests of examples, by name: the path, the fields of the body, those that OpenAI lacks, and the part of the answer to print; none if
+OpenAI's client cannot send it."""
 
 
 def show_start(serving: Serving) -> None:
@@ -47,7 +49,7 @@ def start_report(serving: Serving) -> str:
     request = shlex.quote(json.dumps({"model": model, **body, **dict.fromkeys(extra, True)}))
     key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if access.api_key else ""
     lines += ["", f"  {curl} {base}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d {request}"]
-    if network.uds is None:
+    if network.uds is None and reply:
         keywords = [f"{name}={json.dumps(value)}" for name, value in {"model": model, **body}.items()]
         keywords += [f'extra_body={{"{name}": True}}' for name in extra]
         lines += [

@@ -201,6 +201,16 @@ def test_llama_4_serves_one_chunk_of_attention(read):
     assert read({**scout, "text_config": {**text, "no_rope_layers": [0] * 8}}, max_model_len=9000).max_position == 10485760
 
 
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_attention_to_chosen_tokens_serves_sequences_of_which_all_are_chosen(read, architecture):
+    given = {"architectures": [architecture], "max_position_embeddings": 163840, "num_nextn_predict_layers": 1}
+    config = read(given, max_model_len=2048)
+    assert config.max_position == 2048
+    assert "model.layers.4.self_attn.indexer." in config.names.ignored
+    with pytest.raises(ModelLoadError, match="max_model_len is 2049, but index_topk is 2048, .* use --max-model-len 2048"):
+        read(given, max_model_len=2049)
+
+
 def test_overrides_are_laid_over_the_file(read):
     config = read(overrides={"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert config.max_position == 128
@@ -283,6 +293,32 @@ def test_model_type_stands_in_for_a_missing_architecture(read):
             "moe_layer_end_index is 2.5, must be an int",
         ),
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": ["0"]}, "mlp_only_layers is .'0'., must be a list"),
+        (
+            {"architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1, 0], "use_routing_bias": False},
+            "use_routing_bias is False, supported: True; attn_type_list is .1, 0., supported: only 1",
+        ),
+        (
+            {"architectures": ["LagunaForCausalLM"], "gating": "none", "num_attention_heads_per_layer": [8]},
+            "num_attention_heads_per_layer is .8., must be a list of 4 .*gating is 'none', supported: True or 'per-head'",
+        ),
+        (
+            {"architectures": ["LagunaForCausalLM"], "moe_router_logit_softcapping": 5.0},
+            "moe_router_logit_softcapping is 5.0, supported: 0",
+        ),
+        (
+            {"architectures": ["MiMoV2FlashForCausalLM"], "hybrid_layer_pattern": [0, 1, 1, 2], "swa_head_dim": 4},
+            "layer_types is .*'2'.*, must be 4 of sliding_attention or full_attention; swa_head_dim is 4, supported: 192",
+        ),
+        ({"architectures": ["AfmoeForCausalLM"], "score_func": "softmax"}, "score_func is 'softmax', supported: 'sigmoid'"),
+        ({"architectures": ["HYV3ForCausalLM"], "qk_norm": False}, "qk_norm is False, supported: True"),
+        (
+            {"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": ["dense", "moe"] * 2},
+            "mlp_layer_types is .*, must be 4 of sparse or dense",
+        ),
+        (
+            {"architectures": ["Mistral4ForCausalLM"], "partial_rotary_factor": 0.25},
+            "partial_rotary_factor rotates 32 values, supported: all 64 of qk_rope_head_dim",
+        ),
         ({"quantization_config": {"quant_method": "quark"}}, "quant_method 'quark'; supported: "),
     ],
 )
@@ -319,6 +355,9 @@ def test_directories_that_are_no_models(tmp_path):
     with pytest.raises(ModelLoadError, match="is not a directory"):
         load_model_config(tmp_path / "none")
     with pytest.raises(ModelLoadError, match="has no config.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="has no config.json but params.json, Mistral's own form"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelLoadError, match="is not JSON"):

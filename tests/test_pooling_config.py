@@ -125,7 +125,7 @@ def test_shorter_vectors_are_for_models_that_say_so(directory, raw, expected):
     [
         ({"seq_pooling_type": "CLS"}, "'CLS', must be last or mean: .* needs an encoder"),
         ({"tok_pooling_type": "STEP"}, "tok_pooling_type is 'STEP', which is not supported: vectors of tokens"),
-        ({"logit_mean": 0.5}, "logit_mean is 0.5, which is not supported: classifiers"),
+        ({"logit_mean": 0.5}, "logit_mean is 0.5, which is not supported: scores are those of"),
         ({"max_embed_len": 9}, "max_embed_len is 9, which is not supported: a prompt is pooled as a whole"),
     ],
 )

@@ -8,7 +8,7 @@ from jaxllm.sampling_params import RequestOutputKind
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("task", "classify"),
+        ("task", "token_classify"),
         ("task", 3),
         ("use_activation", 1),
         ("skip_reading_prefix_cache", "yes"),

@@ -74,7 +74,7 @@ def test_what_texts_recommend_exists() -> None:
         ("hf_token", True, "hf_token changes nothing here: set $HF_TOKEN"),
         ("hf_token", "hf_secret", "hf_token is refused: set $HF_TOKEN"),
         ("omni", True, "refused: models read text and images and write text"),
-        ("task", "classify", "refused: task can only be auto, generate, embed, embedding"),
+        ("task", "reward", "refused: task can only be auto, generate, embed, embedding, classify, score"),
     ],
 )
 def test_a_flag_changes_nothing_or_is_refused(name: str, value: Any, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

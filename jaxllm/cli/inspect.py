@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
     texts["layers"] = list(kinds_of_layers(plan.model_config.layers))
     audio = plan.model_config.audio
-    texts["images"] = [_images_text(report["images"]) if audio is None else "none: it takes audio and text"]
+    is_part = plan.model_config.names.is_part
+    texts["images"] = [_images_text(report["images"], is_part) if audio is None else "none: it takes audio and text"]
     if audio is not None:
         texts["audio"] = [_audio_text(audio)]
     texts["cache_groups"] = list(map(_cache_group, report["cache_groups"]))
@@ -68,9 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if fault is None else 1
 
 
-def _images_text(images: dict[str, Any] | None) -> str:
+def _images_text(images: dict[str, Any] | None, is_part: bool) -> str:
+    """is_part: whether the checkpoint is made for other models beside the text model."""
     if images is None:
-        return "none: it takes text alone"
+        return "none: it takes text alone" + (", as nothing but its text model is loaded" if is_part else "")
     tokens = "".join(f", {size} pixels are {count} tokens" for size, count in images["tokens"].items())
     return (
         f"{images['family']}, an encoder of {images['encoder_layers']} layers of width {images['encoder_width']} for patches of "

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,24 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print both lists. Returns the exit code."""
     from jaxllm.hub import DEMO, PACKAGED, cached_models, resolve_model
-    from jaxllm.models.registry import architectures
+    from jaxllm.models.registry import architectures, is_known
 
     known, models = architectures(), []
     for name in (DEMO, *PACKAGED):
         with contextlib.suppress(ModelLoadError):  # its package is not installed
             directory = resolve_model(name)
-            models.append(_describe(name, directory, sum(path.stat().st_size for path in directory.rglob("*")), known))
+            models.append(_describe(name, directory, sum(path.stat().st_size for path in directory.rglob("*")), is_known))
     for repo in cached_models(arguments.download_dir):
         newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
         if newest is not None:
-            models.append(_describe(repo.repo_id, newest.snapshot_path, repo.size_on_disk, known))
+            models.append(_describe(repo.repo_id, newest.snapshot_path, repo.size_on_disk, is_known))
     if arguments.json:
         print(json.dumps({"architectures": known, "models": models}))
         return 0
     print("architectures:")
     for name in known:
         print(f"  {name}")
+    print("and the text model of any other architecture whose text_config is of one of these")
     print("models on this machine:")
     width = max(len(model["model"]) for model in models)
     for model in models:
@@ -49,11 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(name: str, directory: Path, size_bytes: int, supported: Any) -> dict[str, Any]:
+def _describe(name: str, directory: Path, size_bytes: int, is_known: Callable[[Any], bool]) -> dict[str, Any]:
+    is_supported = False
     try:
         config = read_json(directory / "config.json")
         (named, *_) = config.get("architectures") or [None]
         architecture = None if named is None else shortened(str(named))
+        is_supported = named is not None and is_known(config)
     except (AttributeError, ConfigError, TypeError):
         architecture = None
-    return {"model": name, "size_bytes": size_bytes, "architecture": architecture, "supported": architecture in supported}
+    return {"model": name, "size_bytes": size_bytes, "architecture": architecture, "supported": is_supported}

@@ -10,7 +10,7 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
     size = config.parallel.prefill_context_parallel_size
     faults = (
         (bool(model.latent_attentions), "has latent attention, whose cache is not split by tokens"),
-        (bool(model.delta_nets), "has linear attention, whose states sum up all tokens in order"),
+        (bool(model.state_mixers), "has linear attention or other layers with states by row, which sum up all tokens in order"),
         (
             model.model_class != ModelConfig.model_class,
             f"is computed by {model.model_class}, and only jaxllm's own decoder shares out tokens",

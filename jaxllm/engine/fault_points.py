@@ -47,6 +47,7 @@ PLACES = {
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
     "kv.hello": Place("core", "jaxllm.kv_tiers.peers.client", "_greet"),
     "kv.pull": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.pull"),
+    "kv.locate": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.locate"),
     "kv.receive": Place(
         "core",
         "jaxllm.kv_tiers.peers.client",

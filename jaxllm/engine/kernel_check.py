@@ -43,6 +43,7 @@ from pallas_kernels.checking import (
     rope_cache_write,
     sampling,
     segment_attention,
+    state_space,
 )
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import Fault, check
@@ -61,6 +62,7 @@ _CASES: dict[str, Any] = {
     "quantized_matmul": quantized_matmul.cases,
     "sampling": sampling.cases,
     "segment_attention": segment_attention.cases,
+    "state_space": state_space.cases,
 }
 
 
@@ -95,6 +97,7 @@ def choose_kernels(
     Raises KernelCheckError if no implementation of an op is left, or a check lost the device.
     """
     is_one = mesh is None or tensor_size(mesh) == 1
+    attention = ("segment_attention",) if model.encoder is not None else ("paged_attention", "mla_attention")
     skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
     check_ = KernelCheck(
         found=found,
@@ -103,7 +106,7 @@ def choose_kernels(
         device=device,
         mesh=mesh,
         store=store,
-        named=frozenset({"paged_attention", "mla_attention"} if is_named else ()),
+        named=frozenset(attention) if is_named else frozenset(),
         ops=tuple(op for op in found if op not in skipped),
     )
     return check_.run(meanwhile)

@@ -27,6 +27,7 @@ from pallas_kernels import (
     rope_cache_write,
     sampling,
     segment_attention,
+    state_space,
 )
 from pallas_kernels.verified import is_verified
 
@@ -49,6 +50,15 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
     missing = paged_attention.missing(wanted)
     if missing is not None:
         raise ConfigError(f"attention_implementation is {wanted!r}, which {missing}")
+    for attention in model.encoder_attentions:
+        known = segment_attention.candidates(
+            platform="gpu", dtype=model.dtype, head_dim=attention.head_dim, interpret=not on_gpu
+        )
+        if wanted not in (*known, *PLAIN):
+            raise ConfigError(
+                f"attention_implementation is {wanted!r}, which does not take heads of width {attention.head_dim} in {model.dtype} in an "
+                "encoder; use auto"
+            )
     for attention in model.attentions:
         case = _attention_case(model, attention, page_size)
         if not paged_attention.supports(wanted, **case, has_part=has_part, interpret=not on_gpu):
@@ -74,6 +84,11 @@ def attention_candidates(
     """By op of attention that the model has: the wanted implementation alone, or for "auto" all that support the model's shapes."""
     platform = "gpu" if on_gpu else "cpu"
     found = {}
+    if model.encoder_attentions:
+        found["segment_attention"] = _of_all(
+            segment_attention.candidates(platform=platform, dtype=model.dtype, head_dim=part.head_dim)
+            for part in model.encoder_attentions
+        )
     if model.attentions:
         found["paged_attention"] = _of_all(
             paged_attention.candidates(platform=platform, **_attention_case(model, part, page_size), has_part=has_part)
@@ -100,11 +115,16 @@ def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bo
 
 
 def may_quantize_by_kernels(wanted: str, *, on_gpu: bool) -> bool:
-    """Whether fp8 products may be computed in the new way: on this kind of GPU its kernels were verified, or `wanted`, the option
+    """Whether fp8 products may be computed in the new way: see `_may_use`."""
+    return _may_use("quantize", wanted, on_gpu=on_gpu)
+
+
+def _may_use(op: str, wanted: str, *, on_gpu: bool) -> bool:
+    """Whether the new kernels of an op may be chosen: on this kind of GPU they were verified, or `wanted`, the option
     attention_implementation, names kernels."""
     if wanted != "auto":
         return wanted not in PLAIN
-    return on_gpu and is_verified(jax.local_devices()[0].device_kind, "quantize")
+    return on_gpu and is_verified(jax.local_devices()[0].device_kind, op)
 
 
 def candidates(
@@ -130,12 +150,13 @@ def candidates(
     if has_tiles:
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     encoder = model.vision or model.audio
-    if tensor_size(mesh) == 1 and (widths := quantized_widths(model)):
+    if widths := quantized_widths(model, tensor_size(mesh)):
         is_left_out = is_plain or not may_quantize_by_kernels(wanted, on_gpu=on_gpu)
         found["quantize"] = ("xla",) if is_left_out else _quantize_candidates(model, widths, on_gpu=on_gpu)
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
         others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))
+        others += ("state_space",) if model.mambas else ()
         others += (*(("lora",) if has_adapters else ()), *(("segment_attention",) if encoder else ()))
         return {**found, **dict.fromkeys(others, ("xla",))}
     sample = tuple(
@@ -149,19 +170,20 @@ def candidates(
         "collectives": _collectives(model, mesh, on_gpu=on_gpu),
         **(_of_mixtures(model, mesh, expert_types, on_gpu=on_gpu) if model.mixtures else {}),
         **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
+        **({"state_space": _state_space_candidates(model, wanted, on_gpu=on_gpu)} if model.mambas else {}),
         **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
         **({"segment_attention": _segment_candidates(model, encoder, on_gpu=on_gpu)} if encoder else {}),
     }
 
 
-def quantized_widths(model: ModelConfig) -> tuple[int, ...]:
-    """The widths of the vectors that products of layers quantise, where kernels may do that; empty: no product does, or it is left to
-    plain JAX, as in layers without keys and values."""
-    if not model.quantizes_inputs or model.latent_attentions or model.delta_nets:
+def quantized_widths(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
+    """The widths of the vectors that products of layers quantise on a device, where kernels may do that; empty: no product does, or it is
+    left to plain JAX, as in layers without keys and values."""
+    if not model.quantizes_inputs or model.latent_attentions or model.state_mixers:
         return ()
     dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
-    widths = [model.hidden_size, *(part.num_heads * part.head_dim for part in model.attentions)]
-    return tuple(dict.fromkeys([*widths, *(mlp.width for mlp in dense if mlp is not None)]))
+    split = [*(part.output_width for part in model.attentions), *(mlp.width for mlp in dense if mlp is not None)]
+    return tuple(dict.fromkeys([model.hidden_size, *(width // num_devices for width in split)]))
 
 
 def _quantize_candidates(model: ModelConfig, widths: tuple[int, ...], *, on_gpu: bool) -> tuple[str, ...]:
@@ -207,6 +229,7 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, expert_types: Sequence[str | No
             interpret=not on_gpu,
         )
         for part in model.mixtures
+        if part.gated
         for weight_dtype in expert_types or (None,)
     )
     return {"expert_choice": choice, "grouped_matmul": experts}
@@ -215,6 +238,15 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, expert_types: Sequence[str | No
 def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
     return _of_all(
         gated_delta.candidates(platform="gpu", key_dim=part.key_dim, interpret=not on_gpu) for part in model.delta_nets
+    )
+
+
+def _state_space_candidates(model: ModelConfig, wanted: str, *, on_gpu: bool) -> tuple[str, ...]:
+    if not _may_use("state_space", wanted, on_gpu=on_gpu):
+        return ("xla",)
+    return _of_all(
+        state_space.candidates(platform="gpu", head_dim=part.head_dim, state_size=part.state_size, interpret=not on_gpu)
+        for part in model.mambas
     )
 
 
@@ -242,8 +274,8 @@ def _collectives(model: ModelConfig, mesh: Mesh, *, on_gpu: bool) -> tuple[str, 
 
 
 def _of_all(candidates: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The names that are in all of these, in the order of the first."""
-    first, *others = candidates
+    """The names that are in all of these, in the order of the first; plain JAX if there are none."""
+    first, *others = list(candidates) or [("xla",)]
     return tuple(name for name in first if all(name in names for names in others))
 
 

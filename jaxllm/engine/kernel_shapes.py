@@ -32,6 +32,7 @@ from pallas_kernels.checking import (
     rope_cache_write,
     sampling,
     segment_attention,
+    state_space,
 )
 from pallas_kernels.grouped_matmul.packed import type_of
 from pallas_kernels.quantized_matmul import TILE, decoder_of
@@ -145,7 +146,7 @@ def _expert_choice(engine: _Engine) -> tuple[expert_choice.Shapes, ...]:
 
 def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     model, tensor_parallel = engine.model, engine.tensor_parallel
-    mixtures = engine.tiles.experts or tuple((part, None) for part in model.mixtures)
+    mixtures = engine.tiles.experts or tuple((part, None) for part in model.mixtures if part.gated)
     return tuple(
         grouped_matmul.Shapes(
             dtype=model.dtype,
@@ -168,6 +169,15 @@ def _gated_delta(engine: _Engine) -> tuple[gated_delta.Shapes, ...]:
             engine.model.dtype, part.num_key_heads // engine.tensor_parallel, part.group_size, part.key_dim, part.value_dim
         )
         for part in engine.model.delta_nets
+    )
+
+
+def _state_space(engine: _Engine) -> tuple[state_space.Shapes, ...]:
+    return tuple(
+        state_space.Shapes(
+            engine.model.dtype, part.num_groups // engine.tensor_parallel, part.group_size, part.head_dim, part.state_size
+        )
+        for part in engine.model.mambas
     )
 
 
@@ -286,8 +296,8 @@ def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
         quantize.Shapes(
             dtype=model.dtype,
             width=model.hidden_size,
-            of_heads=layer.attention.num_heads * layer.attention.head_dim,
-            of_mlp=0 if mlp is None else mlp.width,
+            of_heads=layer.attention.output_width // engine.tensor_parallel,
+            of_mlp=0 if mlp is None else mlp.width // engine.tensor_parallel,
             eps=1e-5 if layer.mlp_norm is None else layer.mlp_norm.eps,
         )
         for layer, mlp in zip(model.layers, dense, strict=True)
@@ -297,6 +307,9 @@ def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
 
 
 def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
+    if parts := engine.model.encoder_attentions:
+        heads = dict.fromkeys((part.num_heads // engine.tensor_parallel, part.head_dim) for part in parts)
+        return tuple(segment_attention.Shapes(engine.model.dtype, *each) for each in heads)
     encoder = engine.model.vision or engine.model.audio
     return () if encoder is None else (segment_attention.Shapes(engine.model.dtype, encoder.num_heads, encoder.head_dim),)
 
@@ -307,6 +320,7 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "expert_choice": _expert_choice,
     "grouped_matmul": _grouped_matmul,
     "gated_delta": _gated_delta,
+    "state_space": _state_space,
     "lora": _lora,
     "mla_attention": _mla_attention,
     "quantized_matmul": _quantized_matmul,

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxllm import env
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.engine import encoders
 from jaxllm.engine import features as registered
 from jaxllm.engine.early_programs import EarlyPrograms
 from jaxllm.engine.executor import DeviceRunner
@@ -32,7 +33,7 @@ from jaxllm.kernel_policy import KernelPolicy, platform_policy
 from jaxllm.kernel_verdicts import OpReport
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
-from jaxllm.layers.build import build_model
+from jaxllm.layers.build import Widened, build_model
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.log import logger
@@ -150,6 +151,9 @@ class Prepared:
                 model_config.dtype,
             )
 
+        if starts and not on_cpu:
+            warn_of_widened_experts([stage.model for stage in stages], model_config.dtype)
+
         def make(kernels: Kernels) -> DeviceRunner:
             of_kernels = resolved.replace(attention_implementation=kernels.attention)
             return _runner(of_kernels, model_config, meshes, stages, kernels, policy, processors, times, features)
@@ -250,7 +254,8 @@ def lay_out(
 ) -> tuple[Stage, ...]:
     """The stages of an engine, one without a pipeline.
 
-    make_plan: takes weight_bytes, and drafter or layers as `memory_plan` does. Raises ConfigError for layers that cannot be divided so.
+    make_plan: takes weight_bytes, widened, and drafter or layers as `memory_plan` does.
+    Raises ConfigError for layers that cannot be divided so.
     """
     topology = Topology.of(config.parallel)
     size = topology.tensor
@@ -258,10 +263,11 @@ def lay_out(
     def plan_of(part: CausalLM, layers: range) -> MemoryPlan:
         num_bytes = weight_bytes(part, size, topology.data) + _adapter_bytes(features, part, size)
         num_bytes += memory_bytes(config, model, part)
+        widened = Widened.of(part)
         if len(layers) < model.num_layers:
-            return make_plan(weight_bytes=num_bytes, layers=layers)
+            return make_plan(weight_bytes=num_bytes, widened=widened, layers=layers)
         num_bytes += _drafter_bytes(features.drafter, config, model)
-        return make_plan(weight_bytes=num_bytes, drafter=features.drafter)
+        return make_plan(weight_bytes=num_bytes, widened=widened, drafter=features.drafter)
 
     return make_stages(config, model, plan_of)
 
@@ -272,6 +278,7 @@ def _plan(
     policy: KernelPolicy,
     *,
     weight_bytes: int,
+    widened: Widened,
     work_bytes: int | None = None,
     drafter: Drafter | None = None,
     layers: range | None = None,
@@ -281,6 +288,7 @@ def _plan(
         memory_plan,
         model=model,
         weight_bytes=weight_bytes,
+        widened=widened,
         work_bytes=work_bytes,
         drafter=drafter,
         layers=layers,
@@ -326,6 +334,16 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
     return None
 
 
+def warn_of_widened_experts(models: Iterable[nnx.Module], dtype: str) -> None:
+    """Warn if products on a GPU widen the weights of all experts in each step."""
+    if any(Widened.of(model).experts for model in models):
+        logger.warning(
+            "each step widens the weights of all experts, because no kernel is chosen that multiplies them as they are stored: start with "
+            "--dequantize if they fit into memory in %s, or on a Hopper GPU with --attention-implementation mosaic, which checks kernels",
+            dtype,
+        )
+
+
 def weight_bytes(model: nnx.Module, num_devices: int, num_ranks: int = 1) -> int:
     """Bytes of the weights on each device of `num_ranks` data-parallel ranks with `num_devices` devices each."""
     sizes = {TENSOR: num_devices, DATA: num_ranks}
@@ -368,12 +386,17 @@ def resolve_sizes(
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
+    if model_config.encoder is not None:
+        encoders.check_options(config, model_config)
+        config = encoders.with_whole_prompts(config, model_config, asked=asked, on_gpu=on_gpu)
     check_backend(config, model_config)
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     options = config.compile
     is_checked = options.kernel_check != "off"
     if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked):
         model_config = model_config.in_tiles()
+    elif on_gpu and config.model.dequantize is None:
+        model_config = replace(model_config, formats=tuple(format.without_kernels() for format in model_config.formats))
     config = config.replace(
         attention_implementation=attention_implementation(
             config.compile.attention_implementation,
@@ -403,6 +426,8 @@ def resolve_sizes(
 def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether equal prompt beginnings are computed once. Raises ConfigError if it is asked for and the engine cannot."""
     asked = config.cache.enable_prefix_caching
+    if model.encoder is not None:
+        return False
     if not row_bytes(model):
         return asked is not False
     reason = _why_no_prefix_states(config, model)

@@ -2,11 +2,13 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
 """Largest part of the slots for contents that were used."""
+NO_SLOT = -1
+"""In place of a slot that is not known."""
 PROTECTED_SHARES = {"slru": PROTECTED_SHARE, "lru": 0.0}
 """By eviction policy."""
 
@@ -31,6 +33,12 @@ class Content:
     """The store that it was read from, until it is loaded for the first time."""
     was_offered: bool = False
     """Whether a store behind host memory took it, or has it already."""
+    give_back: Callable[[int], None] | None = None
+    """Called with its slot when it is no longer used, if that is a store's own, which lends it to copies; see SlotStore."""
+
+    @property
+    def is_lent(self) -> bool:
+        return self.give_back is not None
 
 
 class Contents:
@@ -38,7 +46,9 @@ class Contents:
     again when there are too many of these. Those on probation make room first, and of each kind the one that was stored or used longest
     ago.
 
-    With a protected_share of 0 all are on probation, which is a plain LRU."""
+    With a protected_share of 0 all are on probation, which is a plain LRU.
+
+    Contents that stores lend are found too, for as long as they are used. They have none of the slots."""
 
     def __init__(
         self,
@@ -51,41 +61,50 @@ class Contents:
         self.num_slots, self._on_change = num_slots, on_change
         self._free = list(range(num_slots - 1, -1, -1))
         self._found: dict[bytes, Content] = {}
-        """All of them, which are in one of these two."""
+        """All contents, each in one of the next three."""
         self._probation: OrderedDict[bytes, Content] = OrderedDict()
         self._protected: OrderedDict[bytes, Content] = OrderedDict()
+        self._lent: dict[bytes, Content] = {}
+        self._not_given_back: set[Content] = set()
+        """Lent contents, including those that are not found any more."""
         self._max_protected = int(protected_share * num_slots)
         self.num_added = self.num_evicted = self.num_lost = 0
         """Contents that got a slot, contents that made room for others, and those of them that no store took."""
 
     def __len__(self) -> int:
-        return len(self._found)
+        """Contents that have slots."""
+        return len(self._found) - len(self._lent)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._found
+
+    def missing(self, names: Sequence[bytes]) -> list[bytes]:
+        """The contents among these that cannot be found. One call for many, as a prompt has thousands."""
+        found = self._found
+        return [name for name in names if name not in found]
 
     def get(self, name: bytes) -> Content | None:
         """The content of a name, ready or not."""
         return self._found.get(name)
 
     def ready_names(self) -> set[bytes]:
-        """The contents that can be loaded."""
-        return {content.name for content in self._all() if content.is_ready}
+        """The contents of slots that can be loaded."""
+        return {content.name for content in self._all() if content.is_ready and not content.is_lent}
 
     def is_ready(self, name: bytes) -> bool:
         """Whether a content can be loaded at once."""
         content = self.get(name)
         return content is not None and content.is_ready
 
-    def can_be_loaded(self, name: bytes) -> bool:
-        """Whether a content is ready, or will be once a store has read it."""
-        content = self.get(name)
-        return content is not None and (content.is_ready or content.is_being_read)
+    def loadable(self, names: Sequence[bytes]) -> list[bytes]:
+        """The contents among these that are ready, or will be once a store has read them."""
+        found = self._found
+        return [name for name in names if (each := found.get(name)) is not None and (each.is_ready or each.is_being_read)]
 
     def make_ready(self, content: Content) -> None:
         """A content is complete, and right."""
         content.is_ready = True
-        if content.is_listed:
+        if content.is_listed and not content.is_lent:
             self._on_change(content.name, True)
 
     def add(self, name: bytes, *, was_used: bool = False) -> Content | None:
@@ -97,6 +116,14 @@ class Contents:
         content = self._found[name] = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
         if was_used:
             self.protect(content)
+        return content
+
+    def borrow(self, name: bytes, give_back: Callable[[int], None]) -> Content:
+        """Find a content that a store lends, with one use. Its slot is not known yet."""
+        assert name not in self, "a content has a slot already"
+        content = Content(name, NO_SLOT, num_uses=1, give_back=give_back)
+        self._found[name] = self._lent[name] = content
+        self._not_given_back.add(content)
         return content
 
     def _evict(self) -> bool:
@@ -125,6 +152,8 @@ class Contents:
 
     def protect(self, content: Content) -> None:
         """A content is used, or will be: it is the last of the protected ones to make room."""
+        if content.is_lent:
+            return
         (self._probation if content.name in self._probation else self._protected).pop(content.name)
         self._protected[content.name] = content
         if len(self._protected) > self._max_protected:
@@ -146,9 +175,9 @@ class Contents:
         if content.is_listed:
             content.is_listed = False
             del self._found[content.name]
-            (self._probation if content.name in self._probation else self._protected).pop(content.name)
+            next(each for each in (self._lent, self._probation, self._protected) if content.name in each).pop(content.name)
             self._free_unused(content)
-            if content.is_ready:
+            if content.is_ready and not content.is_lent:
                 self._on_change(content.name, False)
 
     def clear(self) -> None:
@@ -162,27 +191,39 @@ class Contents:
             content.num_uses = but.get(content, 0)
             if not content.is_ready and content not in but:
                 self.remove(content)
+        for content in self._not_given_back - but.keys():
+            content.num_uses = 0
+            self._free_unused(content)
         for content, num_uses in but.items():
             content.num_uses = num_uses
         used = {content.slot for content in (*self._all(), *but)}
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
 
     def _all(self) -> list[Content]:
-        return [*self._probation.values(), *self._protected.values()]
+        return [*self._probation.values(), *self._protected.values(), *self._lent.values()]
 
     def _free_unused(self, content: Content) -> None:
-        if not content.is_listed and not content.num_uses:
-            self._free.append(content.slot)
+        if content.num_uses:
+            return
+        if content.give_back is None:
+            if not content.is_listed:
+                self._free.append(content.slot)
+        elif content.is_listed:
+            self.remove(content)
+        elif content in self._not_given_back:
+            self._not_given_back.remove(content)
+            if content.slot != NO_SLOT:
+                content.give_back(content.slot)
 
     def check_integrity(self, used: dict[Content, int]) -> None:
         """Raise AssertionError unless slots and uses are those of the listed contents, and of these that copies use."""
         found = {*self._all(), *used}
-        slots = sorted([*self._free, *(content.slot for content in found)])
+        slots = sorted([*self._free, *(content.slot for content in found if not content.is_lent)])
         assert slots == list(range(self.num_slots)), "a slot is free and used, or neither"
         assert all(content.num_uses == used.get(content, 0) for content in found), "uses differ from copies"
         assert all(content.is_listed and content.name == name for name, content in self._probation.items())
         assert all(content.is_listed and content.name == name for name, content in self._protected.items())
-        assert self._found == {**self._probation, **self._protected} and len(self._probation) + len(self._protected) == len(
-            self
-        )
+        assert self._found == {**self._probation, **self._protected, **self._lent}
+        assert len(self._probation) + len(self._protected) == len(self)
+        assert all(content.is_listed and content.num_uses for content in self._lent.values()), "a content is lent for no use"
         assert len(self._protected) <= max(1, self._max_protected)

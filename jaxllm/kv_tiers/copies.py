@@ -1,5 +1,6 @@
 """The interface of copies for the host tier, and its records of copies under way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,10 +69,16 @@ class Part:
         """Leave out the contents that were not read, and return them."""
         missing = [content for content in self.contents if not content.is_ready]
         if missing:
-            kept = [number for number, content in enumerate(self.contents) if content.is_ready]
-            self.indices, self.block_ids = [self.indices[i] for i in kept], [self.block_ids[i] for i in kept]
-            self.contents = [self.contents[i] for i in kept]
+            self._take([number for number, content in enumerate(self.contents) if content.is_ready])
         return missing
+
+    def sort(self) -> None:
+        """Arrange it by slots. Neighbours are copied at once: in order of the sequence they run backwards, as its end is stored first."""
+        self._take(sorted(range(len(self.contents)), key=lambda i: self.contents[i].slot))
+
+    def _take(self, kept: Sequence[int]) -> None:
+        self.indices, self.block_ids = [self.indices[i] for i in kept], [self.block_ids[i] for i in kept]
+        self.contents = [self.contents[i] for i in kept]
 
 
 @dataclass(eq=False)

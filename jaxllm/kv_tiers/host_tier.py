@@ -14,7 +14,7 @@ from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
 from jaxllm.observations import COPY_BLOCKS, Observations
 from jaxllm.scheduler.cache_observer import TierListener
-from jaxllm.scheduler.cache_tier import TierStep
+from jaxllm.scheduler.cache_tier import NOTHING, TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
 KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
@@ -38,7 +38,8 @@ class HostTier:
     loaded when the step of that plan is done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan, whose
     verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
 
-    Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged.
+    Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged, or
+    staged from slots that they lend.
     """
 
     patience_seconds = PATIENCE_SECONDS
@@ -61,7 +62,7 @@ class HostTier:
         self.contents = Contents(copies.num_slots, protected_share, self._note_change)
         self._listener: TierListener | None = None
         self._numbers = itertools.count(1)
-        self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks)
+        self._stores, self._has_stores = Stores(stores, self.contents, self._numbers, copies.max_blocks), bool(stores)
         self._free_staging = list(range(copies.num_staging))
         self._gathering: dict[int, StoreCopy] = {}
         """Stores whose copy is under way, by its number."""
@@ -82,20 +83,24 @@ class HostTier:
     # See CacheTier
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
-        behind = self._stores.find([name for name in names if name not in self.contents])
-        return [name for name in names if name in behind or self.contents.can_be_loaded(name)]
+        here, behind = self.contents.loadable(names), self._stores.find(self.contents.missing(names))
+        if not behind:
+            return here
+        found = {*here, *behind}
+        return [name for name in names if name in found]
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()
-        behind = self._stores.find([name for name in names if name not in self.contents])
+        behind = self._stores.find(self.contents.missing(names))
         if not self._worth.is_worth_loading(len(names), num_tokens, self._stores.seconds(behind)):
             here = [name for name in names if self.contents.is_ready(name)]
             return here if len(here) < len(names) else ()
         self._protect(names)  # what is read must not take their place
         if behind:
             # They are loaded a part at a time, but read at once: host memory has room for them before the blocks are free.
-            self._stores.read([name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)])
+            ahead = [name for name in names if name in behind][: int(READ_AHEAD_SHARE * self.contents.num_slots)]
+            self._stores.read(ahead, ahead=True)
             self._protect(names)  # nor what is stored until they are loaded
         return names
 
@@ -105,7 +110,7 @@ class HostTier:
                 self.contents.protect(content)
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
-        behind = self._stores.find([name for name in names if name not in self.contents])
+        behind = self._stores.find(self.contents.missing(names))
         here = {name: content.read_from for name in names if (content := self.contents.get(name)) is not None}
         return [behind[name].name if name in behind else here.get(name) or _SOURCE for name in names]
 
@@ -125,8 +130,7 @@ class HostTier:
             (index for index, name in enumerate(names) if name in found), key=lambda i: found[names[i]].is_being_read
         )
         for start in range(0, len(indices), size):
-            # Neighbouring slots are copied at once: in order of the sequence they run backwards, as its end is stored first.
-            part = sorted(indices[start : start + size], key=lambda i: found[names[i]].slot)
+            part = indices[start : start + size]
             load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
         for content in found.values():
             content.read_from = None
@@ -153,7 +157,8 @@ class HostTier:
         self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes]
     ) -> tuple[list[AnyDeviceOp], int]:
         """The operations, and the number of contents for which there is no slot or staging buffer."""
-        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name not in self.contents]
+        missing = set(self.contents.missing(names))
+        new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name in missing] if missing else []
         ops: list[AnyDeviceOp] = []
         num_taken = 0
         while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
@@ -175,7 +180,7 @@ class HostTier:
         return ops, len(new) - num_taken
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
-        return [name for name in names if name not in self.contents]
+        return self.contents.missing(names)
 
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
@@ -186,22 +191,28 @@ class HostTier:
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        over, self._over = [*self._over, *self._copies.finished()], []
-        for copy in over:
-            self._take_in(copy)
+        if over := [*self._over, *self._copies.finished()]:
+            self._over = []
+            for copy in over:
+                self._take_in(copy)
         while self._stored and self._stored[0].step_id <= done_step_id:
             self._make_ready(self._stored.popleft().contents)
-        self._stores.take_in()
+        if self._has_stores:
+            self._stores.take_in()
+            self._stores.write_ahead()
+        if not self._loads:
+            return NOTHING
         loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
         for number, _ in loaded:
             del self._loads[number]
-        self._stores.write_ahead()
         return TierStep(self._scatters(), loaded)
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
         return self._stages()
 
     def wait_for_stores(self, num_tokens: int) -> None:
+        if not self._gathering:
+            return
         num_free = max(0, len(self._free_staging) - KEPT_FOR_LOADS) * self._copies.max_blocks
         if num_free >= self.num_cold / STEPS_AHEAD:
             return
@@ -341,6 +352,7 @@ class HostTier:
                 if not part.contents:
                     load.num_left -= 1
                     continue
+                part.sort()
                 number, part.staging = next(self._numbers), self._free_staging.pop()
                 self._staging_parts[number] = part
                 ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))

@@ -1,5 +1,6 @@
 """The interface of a store behind host memory, e.g. files, or the host memory of another engine."""
 
+import mmap
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,23 @@ class SlotMemory(Protocol):
         """The bytes of a slot's content, which can be written; of so many consecutive slots with what lies between their contents."""
 
 
+class Regions(Protocol):
+    """Slots of other processes' memory that is mapped here, which copies to devices read where they are. Any thread calls all methods."""
+
+    def add_region(self, memory: mmap.mmap) -> int:
+        """Prepare copies from another arena with slots of the same size; takes long. Returns the number of its region. Raises RuntimeError
+        if devices cannot read it."""
+
+    def slot(self, region: int, index: int, sums: np.ndarray) -> int:
+        """The number of a slot, whose content has these checksums from now on."""
+
+    def region_of(self, slot: int) -> int:
+        """The region of a slot."""
+
+    def remove_region(self, number: int) -> None:
+        """No plan reads its slots any more. Waits for copies; the memory may be unmapped afterwards."""
+
+
 class Transfer(NamedTuple):
     """A transfer that is over."""
 
@@ -30,6 +48,8 @@ class Transfer(NamedTuple):
     is_right: Sequence[bool]
     """Whether each content has arrived, whole. The slot of another may have anything in it."""
     seconds: float
+    slots: Sequence[int] = ()
+    """Where contents are that the store lends. Copies to devices may read these slots until they are given back."""
 
 
 class SlotStore(Protocol):
@@ -47,11 +67,17 @@ class SlotStore(Protocol):
     def find(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can probably read now."""
 
+    def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
+        """The contents among these that devices can read where they are: they need no slot of host memory."""
+
+    def give_back(self, slot: int) -> None:
+        """No copy reads a lent content any more. Called once for each."""
+
     def seconds(self, num_blocks: int) -> float:
         """Estimated time to read so many."""
 
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Begin to copy contents to slots, which nothing else uses until `finished` has the number."""
+        """Begin to copy contents to slots, which nothing else uses until `finished` has the number. Without slots: begin to lend them."""
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         """Begin to copy contents from slots, which nothing changes until `finished` has the number. False: not now, for lack of room or

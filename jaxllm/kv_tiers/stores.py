@@ -45,29 +45,37 @@ class Stores:
         """Estimated time to read what was found."""
         return sum(store.seconds(count) for store, count in Counter(found.values()).items())
 
-    def read(self, names: Sequence[bytes]) -> None:
-        """Begin to read contents that stores have, as far as there are slots for them."""
+    def read(self, names: Sequence[bytes], *, ahead: bool = False) -> None:
+        """Begin to read contents that stores have, as far as there are slots for them. ahead: there is no load of them yet, for which
+        stores would lend them."""
         by_store: dict[SlotStore, list[bytes]] = {}
         stores = self.find(names)
         for name in names:  # in order: there may be too few slots
             if name in stores:
                 by_store.setdefault(stores[name], []).append(name)
         for store, found in by_store.items():
-            contents = []
-            for name in found:
-                if (content := self._contents.add(name)) is not None:
-                    content.is_being_read, content.read_from = True, store.name
-                    contents.append(content)
-            for part in _cut(contents, self._max_blocks):
-                number = next(self._numbers)
-                self._reads[number] = part
-                store.read(number, [content.name for content in part], [content.slot for content in part])
+            lent = set(store.lends(found))
+            if lent and not ahead:
+                self._begin_read(store, [self._contents.borrow(name, store.give_back) for name in found if name in lent])
+            added = (self._contents.add(name) for name in found if name not in lent)
+            self._begin_read(store, [content for content in added if content is not None])
+
+    def _begin_read(self, store: SlotStore, contents: list[Content]) -> None:
+        for part in _cut(contents, self._max_blocks):
+            number = next(self._numbers)
+            self._reads[number] = part
+            for content in part:
+                content.is_being_read, content.read_from = True, store.name
+            slots = [content.slot for content in part if not content.is_lent]
+            store.read(number, [content.name for content in part], slots)
 
     def take_in(self) -> None:
         """Process the transfers that are over."""
         for store in self._stores:
             for transfer in store.finished():
                 if (read := self._reads.pop(transfer.number, None)) is not None:
+                    for content, slot in zip(read, transfer.slots, strict=False):
+                        content.slot = slot
                     self._end_read(read, transfer.is_right)
                 else:
                     _, written = self._writes.pop(transfer.number)

@@ -12,7 +12,7 @@ from jax import Array
 from jaxllm.layers.attend import Projection
 from jaxllm.layers.linear import Init, Linear, abstract_param
 from jaxllm.layers.norm import normed
-from jaxllm.layers.rope import head_order
+from jaxllm.layers.rope import head_order, rope_angles
 from jaxllm.layers.runs import products, products_by_run
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
@@ -20,6 +20,10 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, Norm, QueryScale
 from jaxllm.parallel.shards import Shards
 from pallas_kernels.quantize import Quantized, Sums
+from pallas_kernels.rope_cache_write.xla import apply_rope
+
+GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
+"""Activations of gates."""
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -36,17 +40,24 @@ class GroupedQueryAttention(nnx.Module):
         self.layer = layer
         self.part = part
         order = head_order(part.rope, H)
-        names = [f"{prefix}{name}" for name in part.linears["qkv"]] * (3 // len(part.qkv))
+        names = [f"{prefix}{part.name}.{name}" for name in part.qkv] * (3 // len(part.qkv))
+        modules = [
+            Module(names[0], (stored_K, stored_G, H), order, (0, H, 2 * H) if part.gated else None),
+            Module(names[1], (stored_K, 1, H), order),
+            Module(names[2], (stored_K, 1, H)),
+        ]
+        self.value = nnx.data(None)
+        V = part.value_dim or H
+        if part.value_dim is not None:
+            assert len(part.qkv) == 3 and not part.bias and not part.transposed, "no family stores other values so"
+            value, axes = Module(modules.pop().name, (stored_K, V)), ("embed", "heads", "head")
+            self.value = Linear("td,dkh->tkh", (inputs, K, V), axes, config.dtype, modules=[value])
         self.qkv = Linear(
             "td,dkgh->tkgh",
-            (inputs, K, G + 2, H),
+            (inputs, K, G + len(modules) - 1, H),
             ("embed", "heads", "qkv", "head"),
             config.dtype,
-            modules=[
-                Module(names[0], (stored_K, stored_G, H), order, (0, H, 2 * H) if part.gated else None),
-                Module(names[1], (stored_K, 1, H), order),
-                Module(names[2], (stored_K, 1, H)),
-            ],
+            modules=modules,
             joined=1,
             bias=part.bias,
             biased=() if part.key_bias else (True, False, True),
@@ -62,6 +73,15 @@ class GroupedQueryAttention(nnx.Module):
                 modules=[Module(names[0], (stored_K, stored_G, H), columns=(H, 2 * H, 2 * H))],
                 bias=part.bias,
             )
+        elif part.gate is not None:
+            letters, of_value, axis = ("", (), ()) if part.gate.by_head else ("h", (V,), ("head",))
+            self.gate = Linear(
+                f"td,dkg{letters}->tkg{letters}",
+                (inputs, K, G, *of_value),
+                ("embed", "heads", "group", *axis),
+                config.dtype,
+                modules=[Module(f"{prefix}{part.name}.{part.gate.name}", (stored_K, stored_G, *of_value))],
+            )
         self.q_norm = self.k_norm = nnx.data(None)
         if part.head_norms is not None:
             norms = (HeadNorm(norm, ((H,), ("head",)), (H,), config.dtype, prefix, order) for norm in part.head_norms)
@@ -74,15 +94,17 @@ class GroupedQueryAttention(nnx.Module):
             self.k_norm = HeadNorm(k, key, (stored_K, H), config.dtype, prefix, order, by_head=by_head)
         self.out = Linear(
             "tkgh,kghd->td",
-            (K, G, H, D),
+            (K, G, V, D),
             ("heads", "group", "head", "embed"),
             config.dtype,
             modules=[Module(f"{prefix}{name}", (D,)) for name in part.linears["out"]],
-            inputs=(stored_K, stored_G, H),
+            inputs=(stored_K, stored_G, V),
             bias=part.out_bias,
             transposed=part.transposed,
         )
-        sinks = Source((Tensor(f"{prefix}{part.name}.sinks", (stored_K * stored_G,), (stored_K, stored_G)),), 0, (0, 1))
+        sinks = Source(
+            (Tensor(f"{prefix}{part.name}.{part.sinks_name}", (stored_K * stored_G,), (stored_K, stored_G)),), 0, (0, 1)
+        )
         self.sinks = abstract_param((K, G), ("heads", "group"), "float32", source=sinks) if part.sinks else None
         scales = Source(tuple(Tensor(f"{prefix}{part.name}.{letter}_scale", (1,), (1,)) for letter in "kv"), 0, (0,))
         format = config.kv_format
@@ -93,19 +115,22 @@ class GroupedQueryAttention(nnx.Module):
     @property
     def quantizes_inputs(self) -> bool:
         """Whether all products with what it takes do."""
-        return self.qkv.quantizes_inputs and (self.gate is None or self.gate.quantizes_inputs)
+        return all(linear is None or linear.quantizes_inputs for linear in (self.qkv, self.value, self.gate))
 
     def __call__(self, runs: Sequence[Array | Quantized], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         part = self.part
-        qkv_TKGH = products(self.qkv, runs, step)
+        qkv_TKGH = self._projected(runs, step)
         q_norm, k_norm = self.q_norm, self.k_norm
         if part.whole_norms is not None or part.own_norms is not None:
             qkv_TKGH, q_norm, k_norm = self._normed(qkv_TKGH, step.shards), None, None
         if part.query_scale is not None:
             assert part.head_norms is None, "these are applied later and undo the scale"
             qkv_TKGH = _with_scaled_queries(qkv_TKGH, part.query_scale, step.positions_T)
-        cos_TH, sin_TH = step.angles(part.rope, part.head_dim)
+        rope = part.rope
+        if part.rotates_first:
+            qkv_TKGH, q_norm, k_norm, rope = self._rotated_and_normed(qkv_TKGH, step), None, None, None
+        cos_TH, sin_TH = step.angles(rope, part.head_dim)
         projection = Projection(
             qkv_TKGH=qkv_TKGH,
             cos_TH=cos_TH,
@@ -124,9 +149,37 @@ class GroupedQueryAttention(nnx.Module):
             soft_cap=part.soft_cap,
             sinks_KG=None if self.sinks is None else self.sinks[...],
         )
+        out_TKGH = out_TKGH if part.value_dim is None else out_TKGH[..., : part.value_dim]
+        if part.value_scale != 1.0:
+            out_TKGH = out_TKGH * part.value_scale
         if self.gate is not None:
-            out_TKGH = out_TKGH * jax.nn.sigmoid(products(self.gate, runs, step))
+            out_TKGH = out_TKGH * self._gates(runs, step)
         return products_by_run(self.out, out_TKGH, runs, step)
+
+    def _projected(self, runs: Sequence[Array | Quantized], step: Step) -> Array:
+        """Queries, keys and values [T, K, G + 2, H]."""
+        qkv_TKGH = products(self.qkv, runs, step)
+        if self.value is None:
+            return qkv_TKGH
+        value_TKH = products(self.value, runs, step)
+        padding = qkv_TKGH.shape[-1] - value_TKH.shape[-1]
+        return jnp.concatenate([qkv_TKGH, jnp.pad(value_TKH, ((0, 0), (0, 0), (0, padding)))[:, :, None]], axis=2)
+
+    def _gates(self, runs: Sequence[Array | Quantized], step: Step) -> Array:
+        """Factors of the outputs [T, K, G, H], or [T, K, G, 1] of each head."""
+        assert self.gate is not None
+        gate = products(self.gate, runs, step)
+        if self.part.gate is None:
+            return jax.nn.sigmoid(gate)
+        gate = gate[..., None] if self.part.gate.by_head else gate
+        return GATES[self.part.gate.activation](gate.astype(jnp.float32)).astype(gate.dtype)
+
+    def _rotated_and_normed(self, qkv_TKGH: Array, step: Step) -> Array:
+        """Queries and keys rotated, then with the norm of each head."""
+        assert self.q_norm is not None and self.k_norm is not None
+        angles = rope_angles(self.part.rope, self.part.head_dim, step.positions_T)
+        q, k, v = apply_rope(qkv_TKGH[:, :, :-2], angles), apply_rope(qkv_TKGH[:, :, -2], angles), qkv_TKGH[:, :, -1]
+        return jnp.concatenate([self.q_norm.of_each(q), self.k_norm.of_each(k)[:, :, None], v[:, :, None]], axis=2)
 
     def _normed(self, qkv_TKGH: Array, shards: Shards) -> Array:
         """Queries and keys with the norms over all heads, or with those of each head's own weight."""
@@ -189,8 +242,13 @@ class HeadNorm(nnx.Module):
         return (wide * factor_T * self.factor.astype(jnp.float32)).astype(x.dtype)
 
 
+def query_factors(scale: QueryScale, positions_T: Array) -> Array:
+    """The factor of queries at each position, float32 [T]."""
+    return 1 + scale.rate * jnp.log1p(jnp.floor((positions_T.astype(jnp.float32) + scale.offset) / scale.step))
+
+
 def _with_scaled_queries(qkv_TKGH: Array, scale: QueryScale, positions_T: Array) -> Array:
-    factor_T = 1 + scale.rate * jnp.log1p(jnp.floor((positions_T.astype(jnp.float32) + scale.offset) / scale.step))
+    factor_T = query_factors(scale, positions_T)
     is_query_G = np.arange(qkv_TKGH.shape[2]) < qkv_TKGH.shape[2] - 2
     factor_TG = jnp.where(is_query_G, factor_T[:, None], 1)
     return (qkv_TKGH * factor_TG[:, None, :, None]).astype(qkv_TKGH.dtype)

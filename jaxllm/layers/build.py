@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,9 +12,10 @@ from flax import nnx
 from jaxllm.layers.audio import AudioEmbedder, AudioEncoder
 from jaxllm.layers.decoder import CausalLM, DecoderBlock
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.parameters import parameters
+from jaxllm.layers.parameters import Weight, parameters, weights
 from jaxllm.layers.vision import VisionTower
 from jaxllm.model_config import ModelConfig
+from jaxllm.weight_format import ParamSpec
 
 
 def build_model(config: ModelConfig, layers: range | None = None) -> CausalLM:
@@ -48,6 +50,19 @@ def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:
             part.take_formats()
 
 
+class Widened(NamedTuple):
+    """Whether products make some weights whole in the model's type first: of linear layers, and of experts."""
+
+    linears: bool
+    experts: bool
+
+    @classmethod
+    def of(cls, model: nnx.Module) -> "Widened":
+        """Read it from the formats of a model's weights. Weights in tiles do not count: kernels multiply them as they are."""
+        found = {_is_of_experts(weight) for weight in weights(model) if weight.format.widens_in_products}
+        return cls(False in found, True in found)
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Values in the checkpoint, of an encoder of images or audio too: copies of KV heads, padding and scales not counted, a tied head, and
     of models without videos the frames of a patch, counted once."""
@@ -63,15 +78,17 @@ def weight_bytes(config: ModelConfig) -> int:
 def bytes_per_expert_value(config: ModelConfig) -> float:
     """Bytes of a value of the weights of experts as stored, scales counted in. The model must have experts."""
 
-    def size(config: ModelConfig, of_item: Callable[[nnx.Variable], int]) -> int:
-        found = ((path, v) for path, v in parameters(build_model(config)) if {"gate_up", "down"} & set(path))
-        return sum(
-            math.prod(v.shape) * of_item(v) for _, v in found if v.get_metadata("axes")[0] in ("experts", "split_experts")
-        )
+    def size(config: ModelConfig, of_item: Callable[[ParamSpec], int]) -> int:
+        found = (weight for weight in weights(build_model(config)) if {"gate_up", "down"} & set(weight.path))
+        return sum(math.prod(v.shape) * of_item(v) for weight in found if _is_of_experts(weight) for v in weight.parts.values())
 
     stored = config.as_stored()
     num_values = size(dataclasses.replace(stored, formats=()), lambda v: 1)
     return size(stored, lambda v: jnp.dtype(v.dtype).itemsize) / num_values
+
+
+def _is_of_experts(weight: Weight) -> bool:
+    return all(spec.axes[0] in ("experts", "split_experts") for spec in weight.parts.values())
 
 
 def _leaves(config: ModelConfig) -> list[nnx.Variable]:

@@ -102,6 +102,7 @@ class CrossAttentionBlock(DecoderBlock):
     def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step, kept_R: Array | None = None) -> list[Run]:
         """See DecoderBlock."""
         assert kept_R is None, "no drafter has such layers"
+        assert self.attention is not None, "all have it"
         nothing = NoNorm()
         attended = self.attention([normed_TD for _, normed_TD in runs], step)
         runs = self._joined(attended, runs, nothing, self.cross_norm, step)

@@ -10,16 +10,19 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attention import GroupedQueryAttention
+from jaxllm.layers.classifier import ClassifierHead
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
 from jaxllm.layers.gated_delta_net import GatedDelta
 from jaxllm.layers.latent_attention import MultiHeadLatentAttention
+from jaxllm.layers.mamba2 import Mamba2Mixer
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.norm import AnyNorm, NoNorm, make_norm
 from jaxllm.layers.runs import starts
+from jaxllm.layers.short_conv import GatedShortConv
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, MoE
+from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, Mamba2, MoE, ShortConv
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels.quantize import Sums, scaled
 
@@ -28,48 +31,64 @@ Run = tuple[Array, Any]
 as `Step.add_and_norm` makes it."""
 
 
-_ATTENTION: dict[type, Callable[..., GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta]] = {
+AnyMixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | Mamba2Mixer | GatedShortConv
+_ATTENTION: dict[type, Callable[..., AnyMixer]] = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
     GatedDeltaNet: GatedDelta,
+    Mamba2: Mamba2Mixer,
+    ShortConv: GatedShortConv,
 }
 
 
 class DecoderBlock(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or one of these alone."""
 
     def __init__(self, config: ModelConfig, layer: int):
         self.parts = parts = config.layers[layer]
         prefix = f"{config.layer_name(layer)}."
         norm = partial(make_norm, width=config.hidden_size, dtype=config.dtype, prefix=prefix)
         self.attention_norm = norm(parts.attention_norm)
-        self.attention = _ATTENTION[type(parts.attention)](config, parts.attention, layer, prefix)
+        self.layer = layer
+        mixer = parts.attention
+        self.attention = None if mixer is None else _ATTENTION[type(mixer)](config, mixer, layer, prefix)
         self.attention_post_norm = norm(parts.attention_post_norm)
         self.mlp_norm = norm(parts.mlp_norm)
         make_mlp = MixtureOfExperts if isinstance(parts.mlp, MoE) else FeedForward
-        self.mlp = make_mlp(config, parts.mlp, prefix)  # type: ignore[arg-type]
+        self.mlp = None if parts.mlp is None else make_mlp(config, parts.mlp, prefix)  # type: ignore[arg-type]
         self.mlp_post_norm = norm(parts.mlp_post_norm)
 
     def take_formats(self) -> None:
         """Note which norms only linear layers take that quantise them, by the formats of these."""
-        attends, feeds = self.attention.quantizes_inputs, self.mlp.quantizes_inputs
+        attends = self.attention is not None and self.attention.quantizes_inputs
+        feeds = self.mlp is not None and self.mlp.quantizes_inputs
         self.attention_norm.before_quantized = attends and (feeds or not self.parts.parallel)
         self.mlp_norm.before_quantized = feeds
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
         """Where `cache_specs` has what it keeps between steps."""
-        return (self.attention.layer,)
+        return (self.layer,)
+
+    @property
+    def first_norm(self) -> AnyNorm:
+        """The norm that it takes of x."""
+        return self.mlp_norm if self.attention is None else self.attention_norm
 
     def __call__(self, runs: Sequence[Run], next_norm: AnyNorm, step: Step, kept_R: Array | None = None) -> list[Run]:
-        """From x and attention_norm(x) to the new x and next_norm of it: each sum of partial products ends in a norm.
+        """From x and first_norm(x) to the new x and next_norm of it: each sum of partial products ends in a norm.
 
         kept_R: indices in the only run of the tokens whose result is wanted; of the others, the cache gets what it keeps.
         """
-        attended = self.attention([normed_TD for _, normed_TD in runs], step)
+        attended = None if self.attention is None else self.attention([normed_TD for _, normed_TD in runs], step)
         if kept_R is not None:
-            attended, runs = [attended[0][kept_R]], [(runs[0][0][kept_R], runs[0][1][kept_R])]
+            attended = None if attended is None else [attended[0][kept_R]]
+            runs = [(runs[0][0][kept_R], runs[0][1][kept_R])]
             step = replace(step, is_real_T=None)
+        if attended is None:
+            return self._joined(self._fed_forward(runs, step), runs, self.mlp_post_norm, next_norm, step)
+        if self.mlp is None:
+            return self._joined(attended, runs, self.attention_post_norm, next_norm, step)
         if self.parts.parallel:
             fed = self._fed_forward(runs, step)
             added = [scaled(part_TD) + scaled(fed_TD) for part_TD, fed_TD in zip(attended, fed, strict=True)]
@@ -78,6 +97,7 @@ class DecoderBlock(nnx.Module):
         return self._joined(self._fed_forward(runs, step), runs, self.mlp_post_norm, next_norm, step)
 
     def _fed_forward(self, runs: Sequence[Run], step: Step) -> list[Array | Sums]:
+        assert self.mlp is not None
         normed = [normed_TD for _, normed_TD in runs]
         return [self.mlp(normed_TD, step, start) for normed_TD, start in zip(normed, starts(normed), strict=True)]
 
@@ -124,6 +144,8 @@ class CausalLM(nnx.Module):
         self.norm = make_norm(config.norm if is_last else None, config.hidden_size, config.dtype)
         has_head = has_logits and not config.tie_word_embeddings
         self.head = Embedding(config, config.names.head, bias=config.head.bias) if has_head else None
+        has_classes = config.classifier is not None and is_last
+        self.classifier = ClassifierHead(config, config.classifier) if has_classes else None  # type: ignore[arg-type]
 
     @property
     def is_stage(self) -> bool:
@@ -182,7 +204,7 @@ class CausalLM(nnx.Module):
 
     def _norm_before(self, layer: int) -> AnyNorm:
         """The norm that a layer takes; behind the last layer, the model's own; behind the last of an earlier stage, none."""
-        return self.blocks[layer].attention_norm if layer < self.layers.stop else self.norm
+        return self.blocks[layer].first_norm if layer < self.layers.stop else self.norm
 
 
 def _with_added(added_TD: Array, runs: Sequence[Run], norm: AnyNorm) -> list[Run]:

@@ -24,8 +24,8 @@ from pallas_kernels.quantize import Sums
 class GatedDelta(nnx.Module):
     """A token mixer that keeps two states by row: the last inputs of its convolution, and a matrix [H, V] of each value head.
 
-    As in the checkpoint, the outputs of in_proj_qkvz belong to K key heads one after the other: a query and a key of width H, then the
-    values of G value heads of width V, then their gates; those of in_proj_ba the same way. So devices split all weights by key heads.
+    The outputs of the two products of x belong to K key heads one after the other: a query and a key of width H, then the values of G
+    value heads of width V, then their gates; strengths and decays of the value heads. So devices split all weights by key heads.
     """
 
     quantizes_inputs = False
@@ -35,12 +35,17 @@ class GatedDelta(nnx.Module):
         D, K, G, H, V = config.hidden_size, part.num_key_heads, part.group_size, part.key_dim, part.value_dim
         C, J, dtype = part.num_channels, part.kernel_size, config.dtype
         self.part, self.layer = part, layer
-        names = {key: f"{prefix}{name}" for key, (name,) in part.linears.items()}
+        names = {key: [f"{prefix}{name}" for name in found] for key, found in part.linears.items()}
 
-        def of_heads(name: str, width: int) -> Linear:
-            return Linear("td,dkc->tkc", (D, K, width), ("embed", "heads", "head"), dtype, modules=[Module(name, (K, width))])
+        def of_heads(names: list[str], *widths: int) -> Linear:
+            """widths: of the parts of a key head's outputs; names: of the tensor of each part, or of one with all."""
+            width = sum(widths)
+            modules = [Module(name, (K, each)) for name, each in zip(names, widths if part.is_flat else (width,), strict=True)]
+            axes = ("embed", "heads", "head")
+            return Linear("td,dkc->tkc", (D, K, width), axes, dtype, modules=modules, joined=int(part.is_flat))
 
-        self.qkvz, self.ba = of_heads(names["qkvz"], C + G * V), of_heads(names["ba"], 2 * G)
+        qkvz = names["qkvz"][:1] * 3 + names["qkvz"][1:] if part.is_flat else names["qkvz"]
+        self.qkvz, self.ba = of_heads(qkvz, H, H, G * V, G * V), of_heads(names["ba"], G, G)
         name = f"{prefix}{part.name}"
         ends = np.cumsum([0, K * H, K * H, K * G * V]).tolist()
         convolved = tuple(
@@ -60,7 +65,7 @@ class GatedDelta(nnx.Module):
             (K, G, V, D),
             ("heads", "group", "head", "embed"),
             dtype,
-            modules=[Module(names["out"], (D,))],
+            modules=[Module(name, (D,)) for name in names["out"]],
         )
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
@@ -84,7 +89,8 @@ class GatedDelta(nnx.Module):
             out_TKGV, after = self._mix(qkv_TKC, ba_TKC, before, states.rows, step)
         states.write(self.layer, after)
 
-        gate_TKGV = jax.nn.silu(z_TKC.astype(jnp.float32)).reshape(out_TKGV.shape)
+        activation = jax.nn.sigmoid if part.gate == "sigmoid" else jax.nn.silu
+        gate_TKGV = activation(z_TKC.astype(jnp.float32)).reshape(out_TKGV.shape)
         out_TKGV = (self.norm(out_TKGV) * gate_TKGV).astype(dtype)
         return products_by_run(self.out, out_TKGV, runs, step)
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attend import LatentProjection
+from jaxllm.layers.attention import query_factors
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.rope import head_order
@@ -89,8 +90,11 @@ class MultiHeadLatentAttention(nnx.Module):
         projected = (self._projected(x_TD, step, start) for x_TD, start in zip(runs, starts(runs), strict=True))
         queries, vectors = zip(*projected, strict=True)
         cos_TE, sin_TE = step.angles(part.rope, part.rotated_dim)
+        q_TNH = joined(queries)
+        if part.query_scale is not None:
+            q_TNH = (q_TNH * query_factors(part.query_scale, step.positions_T)[:, None, None]).astype(q_TNH.dtype)
         projection = LatentProjection(
-            q_TNH=joined(queries),
+            q_TNH=q_TNH,
             vector_TC=joined(vectors),
             cos_TE=cos_TE,
             sin_TE=sin_TE,

@@ -146,11 +146,12 @@ class Linear(nnx.Module):
         """See `WeightFormat.quantizes_inputs`."""
         return isinstance(self.weight, PackedWeight) and self.weight.format.quantizes_inputs
 
-    def sums(self, x: Quantized) -> Array | Sums:
-        """The product with quantised vectors, without the scales unless there is a bias; of a weight that quantises inputs."""
+    def sums(self, x: Quantized, shards: Shards = ONE_DEVICE) -> Array | Sums:
+        """The product with quantised vectors, without the scales unless there is a bias; of a weight that quantises inputs. shards: as
+        `__call__` takes them; each device has quantised its part of the vectors."""
         assert isinstance(self.weight, PackedWeight)
         y = self.weight.sums(x)
-        return y if self.bias is None else y.scaled() + self.bias[...].astype(y.values.dtype)
+        return y if self.bias is None else self._with_bias(y.scaled(), shards)
 
     def __call__(
         self, x: Array, shards: Shards = ONE_DEVICE, multiply: Multiply = PLAINLY, *, weight_only: bool = False
@@ -169,7 +170,9 @@ class Linear(nnx.Module):
             weight = self.weight[...].astype(x.dtype)
             trailing = weight.shape[self.num_contracted :]
             y = jnp.tensordot(x, weight.reshape(-1, *trailing), 1, precision=precision_of(x.dtype))
-        if self.bias is None:
-            return y
-        bias = self.bias[...].astype(x.dtype)
+        return y if self.bias is None else self._with_bias(y, shards)
+
+    def _with_bias(self, y: Array, shards: Shards) -> Array:
+        assert self.bias is not None
+        bias = self.bias[...].astype(y.dtype)
         return y + (bias if shards.size == 1 else jnp.where(shards.index == 0, bias, 0))

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.linear import Linear
-from jaxllm.layers.source import Module
+from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Activation
@@ -19,7 +20,25 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+
+class XIELU(nnx.Module):
+    """An activation with learned numbers: α⁺ x² + β x where x is positive, α⁻ (exp(min(x, ε)) - 1 - x) + β x elsewhere. Source:
+    arXiv:2411.13010."""
+
+    def __init__(self, name: str):
+        stored = [("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())]
+        source = Source(tuple(Tensor(f"{name}.{each}", shape, (1,)) for each, shape in stored), 0, (0,))
+        self.numbers = abstract_param((4,), ("activation",), "float32", source=source)
+
+    def __call__(self, x: Array) -> Array:
+        positive, negative, beta, eps = self.numbers[...]
+        wide = x.astype(jnp.float32)
+        above = jax.nn.softplus(positive) * jnp.square(wide)
+        below = (beta + jax.nn.softplus(negative)) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
+        return (jnp.where(wide > 0, above, below) + beta * wide).astype(x.dtype)
 
 
 class FeedForward(nnx.Module):
@@ -50,6 +69,7 @@ class FeedForward(nnx.Module):
             bias=part.bias,
             transposed=part.transposed,
         )
+        self.xielu = None if part.xielu is None else XIELU(f"{prefix}{part.name}.{part.xielu}")
 
     @property
     def quantizes_inputs(self) -> bool:
@@ -63,5 +83,5 @@ class FeedForward(nnx.Module):
             assert step.quantization is not None
             return step.sums(self.down, silu_up_quantize(gate_up_TCF, **step.quantization), start)
         gate_up_TCF = scaled(gate_up_TCF)
-        x_TF = self.activation(gate_up_TCF[:, 0])
+        x_TF = (self.activation if self.xielu is None else self.xielu)(gate_up_TCF[:, 0])
         return step.sums(self.down, x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, start)

@@ -1,6 +1,7 @@
 """A mixture of experts."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,31 +9,34 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.linear import PackedWeight, abstract_param, declare, precision_of
+from jaxllm.layers.linear import Linear, PackedWeight, abstract_param, declare, precision_of
 from jaxllm.layers.mlp import FeedForward
+from jaxllm.layers.plain_experts import plain_experts
 from jaxllm.layers.routing import rule_of
-from jaxllm.layers.source import Source, Stacked, Tensor, plain
+from jaxllm.layers.source import Module, Source, Stacked, Tensor, plain
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE
+from jaxllm.model_parts.mlp import INTO_LATENT, OUT_OF_LATENT
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import Shards
-from jaxllm.weight_format import ParamSpec, WeightSpec
+from jaxllm.weight_format import ParamSpec, WeightFormat, WeightSpec
 from pallas_kernels.quantize import scaled
 
 
 class MixtureOfExperts(nnx.Module):
     """The weighted sum of a few experts' results for each token, and those of shared experts. Source: arXiv:1701.06538.
 
-    Weights of experts are output-major, as checkpoints hold them: gate_up [P, 2, F, D] and down [P, D, F], arrays or in 4 bits, in as
-    many slots P as there are experts and redundant copies of some.
+    Weights of experts are output-major, as checkpoints hold them: gate_up [P, 2, F, D], without a gate [P, 1, F, D], and down
+    [P, D, F], arrays or in 4 bits, in as many slots P as there are experts and redundant copies of some.
     """
 
     quantizes_inputs = False
     """Whether all products with what it takes do."""
 
     def __init__(self, config: ModelConfig, part: MoE, prefix: str):
-        E, D, F = part.routing.num_experts, config.hidden_size, part.width
+        E, D, F, C = part.routing.num_experts, config.hidden_size, part.width, 2 if part.gated else 1
+        L = part.latent_dim or D
         self.part = part
         self.name = name = f"{prefix}{part.name}"
         self.router = abstract_param((E, D), ("experts", "embed"), config.dtype, source=f"{name}.{part.routing.router}.weight")
@@ -55,8 +59,10 @@ class MixtureOfExperts(nnx.Module):
         axes = (experts, "gate_up", width, "embed")
         P = len(part.slots)
         gate_up_source, down_source = (_in_slots(source, part) for source in _sources(config, part, gates, down))
-        self.gate_up = _weight(config, (P, 2, F, D), axes, gate_up_source)
-        self.down = _weight(config, (P, D, F), (experts, "embed", width), down_source)
+        # Experts without a gate are computed from plain weights alone.
+        formats = config.formats if part.gated else ()
+        self.gate_up = _weight(config.dtype, formats, (P, C, F, L), axes, gate_up_source)
+        self.down = _weight(config.dtype, formats, (P, L, F), (experts, "embed", width), down_source)
         self.gate_up_bias = self.down_bias = nnx.data(None)
         if part.bias:
             assert part.alternating, "no family stores other experts' biases"
@@ -64,6 +70,15 @@ class MixtureOfExperts(nnx.Module):
             self.gate_up_bias = abstract_param((P, 2, F), axes[:-1], config.dtype, source=biases, init="zeros")
             biases = _in_slots(plain(f"{down}_bias", (E, D)), part)
             self.down_bias = abstract_param((P, D), (experts, "embed"), config.dtype, source=biases, init="zeros")
+        self.into_latent = self.out_of_latent = nnx.data(None)
+        if part.latent_dim is not None:
+
+            def product(subscripts: str, shape: tuple[int, int], axes: tuple[str, str], module: str) -> Linear:
+                modules = [Module(f"{name}.{module}", shape[1:])]
+                return Linear(subscripts, shape, axes, config.dtype, modules=modules)
+
+            self.into_latent = product("td,dl->tl", (D, L), ("embed", "latent"), INTO_LATENT)
+            self.out_of_latent = product("tl,ld->td", (L, D), ("latent", "embed"), OUT_OF_LATENT)
         self.shared = None if part.shared is None else FeedForward(config, part.shared, prefix)
         self.shared_gate = (
             None
@@ -82,23 +97,29 @@ class MixtureOfExperts(nnx.Module):
         is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
         expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, is_real_T, rule=rule_of(self.part.routing))
         step.note_choice(self.name, expert_Tk)
+        taken_TD = x_TD if self.into_latent is None else step.product(self.into_latent, x_TD, start)
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
         if isinstance(gate_up_E2FD, Array) or isinstance(down_EDF, Array):
             gate_up_E2FD, down_EDF = _arrays(gate_up_E2FD, down_EDF, x_TD.dtype)
-        taken_TD = x_TD
         if self.part.weighs_input:
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
-        out_TD = step.experts_of(self.name, start, are_whole=self.part.by_expert)(
+        biases: dict[str, Any] = {}
+        if self.part.gated:
+            gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
+            biases = {"gate_up_bias_E2F": gate_up_bias, "down_bias_ED": self._down_bias(shards)}
+        plain = None if self.part.gated else plain_experts
+        out_TD = step.experts_of(self.name, start, are_whole=self.part.by_expert, plain=plain)(
             taken_TD,
             step.slots_of(self.name, expert_Tk, start),
             weight_Tk,
             gate_up_E2FD,
             down_EDF,
-            gate_up_bias_E2F=None if self.gate_up_bias is None else self.gate_up_bias[...],
-            down_bias_ED=self._down_bias(shards),
+            **biases,
             activation=self.part.activation,
             first_expert=step.expert_rank * len(down_EDF) if self.part.by_expert else 0,
         )
+        if self.out_of_latent is not None:  # of this device's part of the sum
+            out_TD = step.product(self.out_of_latent, out_TD, start)
         if self.shared is None:
             return out_TD
         shared_TD = scaled(self.shared(x_TD, step, start))
@@ -143,19 +164,20 @@ def _scores(x_TD: Array, weight_ED: Array) -> Array:
 
 
 def _weight(
-    config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], source: Source | Stacked
+    dtype: str, formats: Sequence[WeightFormat], shape: tuple[int, ...], axes: tuple[str, ...], source: Source | Stacked
 ) -> nnx.Param | PackedWeight:
     *_, splits_outputs, splits_inputs = (MESH_AXES[axis] is not None for axis in axes)
-    spec = ParamSpec(shape, axes, config.dtype, source)
+    spec = ParamSpec(shape, axes, dtype, source)
     split_outputs = 0 if splits_outputs else None
-    return declare(config.formats, WeightSpec(spec, splits_inputs=splits_inputs, split_outputs=split_outputs))
+    return declare(formats, WeightSpec(spec, splits_inputs=splits_inputs, split_outputs=split_outputs))
 
 
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[Source | Stacked, Source | Stacked]:
     """Sources of gate and up, and of down."""
-    E, D, F = part.routing.num_experts, config.hidden_size, part.width
+    E, D, F = part.routing.num_experts, part.latent_dim or config.hidden_size, part.width
     if not part.transposed:
-        return _experts(gates, E, (F, D) if "{}" in gates[0] else (2, F, D)), _experts([down], E, (D, F))
+        shape = (1, F, D) if not part.gated else (F, D) if "{}" in gates[0] else (2, F, D)
+        return _experts([f"{name}{part.ending}" for name in gates], E, shape), _experts([f"{down}{part.ending}"], E, (D, F))
     halves = Source((Tensor(gates[0], (E, D, 2 * F), (E, D, 2, F)),), 0, (0, 2, 3, 1))
     gate_up_source = _alternating(gates[0], (E, D, F, 2)) if part.alternating else halves
     return gate_up_source, _alternating(down, (E, F, D))
@@ -169,12 +191,11 @@ def _in_slots(source: Source | Stacked, part: MoE) -> Source | Stacked:
 def _experts(names: list[str], num_experts: int, shape: tuple[int, ...]) -> Source | Stacked:
     """The weights of all experts, of a tensor per expert and name, or of one of all."""
     if "{}" in names[0]:
-        per_expert = [Tensor(f"{name.format(i)}.weight", shape, shape) for i in range(num_experts) for name in names]
+        per_expert = [Tensor(name.format(i), shape[-2:], shape) for i in range(num_experts) for name in names]
         return Stacked(tuple(per_expert), (num_experts, len(names)) if len(names) > 1 else (num_experts,))
     whole = (num_experts, *shape)
-    return Source(
-        (Tensor(f"{names[0]}.weight", (num_experts, math.prod(shape[:-1]), shape[-1]), whole),), 0, tuple(range(len(whole)))
-    )
+    stored = (num_experts, math.prod(shape[:-1]), shape[-1])
+    return Source((Tensor(names[0], stored, whole),), 0, tuple(range(len(whole))))
 
 
 def _alternating(name: str, view: tuple[int, ...]) -> Source:

@@ -39,6 +39,8 @@ class Tensor:
     """Order of the values along the last dimension of the outputs, by their stored places; None: as stored."""
     order_axis: int = 0
     """The dimension of the view that `order` applies to."""
+    distributed: bool = False
+    """Copies of a head have a part each of its values, the view's second dimension, instead of all."""
     picks: tuple[int, ...] | None = None
     """Indices of the view's first dimension that are read, perhaps several times; None: all of it."""
 
@@ -246,6 +248,9 @@ class AnySource(Protocol):
 def _with_copies(tensor: Tensor, copies: int, where: int, has_groups: bool) -> Tensor:
     """A tensor whose KV heads, dimension `where` of its view, are `copies` times as many: keys and values come as often, queries are
     distributed. has_groups: whether the next dimension has the query heads of each KV head."""
+    if tensor.distributed:
+        assert where == 0, "only outputs are"
+        return replace(tensor, view=(tensor.view[0] * copies, tensor.view[1] // copies, *tensor.view[2:]))
     if not has_groups or tensor.view[where + 1] == 1:
         assert where == 0, "only keys and values are copied"
         return replace(tensor, copies=copies)
@@ -269,6 +274,8 @@ class Module:
     """Order of the values along the last of these, by their stored places."""
     columns: tuple[int, int, int] | None = None
     """(start, stop, size): the last of these is this range of one of `size`; None: it is whole."""
+    distributed: bool = False
+    """See `Tensor.distributed`."""
 
     @property
     def num_rows(self) -> int:
@@ -304,6 +311,7 @@ def output_major(
         shape = shape[::-1] if is_transposed else shape
         last = len(m.outputs) - 1
         places: dict[str, Any] = {"order": m.order, "order_axis": last, "columns": m.columns, "columns_axis": last}
+        places["distributed"] = m.distributed
         tensors.append(Tensor(name, shape, view, rows=rows, transposed=is_transposed, **places))
     num_outputs = len(modules[0].outputs)
     permutation = (*range(num_outputs, num_outputs + len(inputs)), *range(num_outputs))

@@ -20,6 +20,7 @@ from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.weight_format import Multiply
 from pallas_kernels import expert_choice
 from pallas_kernels import gated_delta as gated_delta_rule
+from pallas_kernels import state_space as state_space_recurrence
 from pallas_kernels.grouped_matmul import experts
 from pallas_kernels.quantize import Quantized, Sums, add_norm_quantize, quantize, scaled
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
 compute_experts = jax.jit(experts, static_argnames=("activation", "implementation", "interpret"))
 gated_delta = jax.jit(gated_delta_rule.gated_delta, static_argnames=("implementation", "interpret"))
+state_space = jax.jit(state_space_recurrence.state_space, static_argnames=("implementation", "interpret"))
 
 
 def call_layer(block: Any, next_norm: Any, runs: Any, step: "Step") -> Any:
@@ -79,6 +81,8 @@ class Step:
     """States of layers that keep one by row; None where there are none."""
     gated_delta: Callable[..., tuple[Array, Array]] = partial(gated_delta, implementation="xla")
     """Outputs and states of the gated delta rule: `pallas_kernels.gated_delta.gated_delta`."""
+    state_space: Callable[..., tuple[Array, Array]] = partial(state_space, implementation="xla")
+    """Outputs and states of Mamba-2's recurrence: `pallas_kernels.state_space.state_space`."""
     adapt: Adapt | None = None
     """None: no token has an adapter."""
     entering_TD: Array | None = None
@@ -87,6 +91,8 @@ class Step:
     """Embeddings that stand in place of those of some tokens, at their full scale and whole on every device; None: no token has one."""
     is_given_T: Array | None = None
     """Bool, with `given_TD`: whether a token has its embedding there."""
+    token_types_T: Array | None = None
+    """Types of an encoder's tokens: 0 in the first text of a pair, 1 in the second; None: all are 0."""
     deepstack: Sequence[Array] | None = None
     """[T, D] each, whole on every device: what is added to the tokens behind the first layer, the second and so on, zero for tokens
     without; None: nothing is."""
@@ -110,8 +116,8 @@ class Step:
     policy: KernelPolicy = ALIKE
     """Choices that depend on the number of rows."""
     quantization: Mapping[str, Any] | None = None
-    """How kernels quantise what products multiply, with what is computed before: options of `pallas_kernels.quantize`; None: each product
-    does it alone, in plain JAX."""
+    """How kernels quantise what products multiply, with what is computed before: options of `pallas_kernels.quantize`, each device its
+    part of a vector with a separate scale; None: each product does it alone, in plain JAX, with the scale of the whole vector."""
     features: dict[int, Array] = field(default_factory=dict)
     """[T, D] each: the sum of embedding and earlier layers that enters a layer, before any norm, whole on every device."""
     _angles: dict[tuple[Rope | None, int], tuple[Array, Array]] = field(default_factory=dict)
@@ -132,11 +138,11 @@ class Step:
 
     def sums(self, linear: Linear, x: Array | Quantized, start: int = 0) -> Array | Sums:
         """As `product`, but without its scales where a kernel may apply them with what follows."""
-        if isinstance(x, Quantized):
-            return linear.sums(x)
-        if linear.quantizes_inputs and self.quantizes(len(x)):
-            return linear.sums(self._quantized(x))
         shards = self.shards if linear.is_split else ONE_DEVICE
+        if isinstance(x, Quantized):
+            return linear.sums(x, shards)
+        if linear.quantizes_inputs and self.quantizes(len(x)):
+            return linear.sums(self._quantized(x), shards)
         y = linear(x, shards, self.multiply, weight_only=self.policy.is_weight_only(len(x)))
         return y if self.adapt is None else self.adapt(linear, x, y, start)
 
@@ -149,7 +155,8 @@ class Step:
     ) -> tuple[Array, Array | Quantized]:
         """As `Shards.add_and_norm`; the norm is quantised by a kernel if only products that need it take it."""
         is_quantized = norm.before_quantized and self.quantizes(len(part_TD))
-        if is_quantized and norm.is_plain and isinstance(part_TD, Sums) and residual_TD is not None:
+        is_whole = self.shards.size == 1  # else parts of the sum are added up first
+        if is_quantized and is_whole and norm.is_plain and isinstance(part_TD, Sums) and residual_TD is not None:
             assert self.quantization is not None
             options = {"eps": norm.eps, **self.quantization}  # type: ignore[union-attr]
             return add_norm_quantize(part_TD, residual_TD, norm.weight[...], **options)  # type: ignore[union-attr]
@@ -186,12 +193,14 @@ class Step:
         # Tokens take copies in turn. Each data-parallel rank begins with another one: in a decode it may have a single token.
         return self.slots(name, expert_Tk, start if self.exchange is None else start + self.exchange.rank)
 
-    def experts_of(self, name: str, start: int, *, are_whole: bool) -> Callable[..., Array]:
+    def experts_of(
+        self, name: str, start: int, *, are_whole: bool, plain: Callable[..., Array] | None = None
+    ) -> Callable[..., Array]:
         """The function that computes the chosen experts of a mixture for the tokens from `start` on, as `experts` does. are_whole:
         data-parallel ranks share experts, of which devices have whole ones; else each rank has a share of every expert on each of
-        its devices."""
-        changed = None if self.adapt is None else self.adapt.experts(name, start)
-        found = self.experts if changed is None else changed
+        its devices. plain: what computes experts that no kernel does, which adapters cannot change."""
+        changed = None if self.adapt is None or plain is not None else self.adapt.experts(name, start)
+        found = (plain or self.experts) if changed is None else changed
         return partial(_exchanged, self.exchange, found) if self.exchange is not None and are_whole else found
 
     @property

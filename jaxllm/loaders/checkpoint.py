@@ -30,7 +30,9 @@ BYTES = "U8"
 """The type of packed weights."""
 INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I8": np.dtype(np.int8)}
 """The types of tables of numbers, and of weights that a format makes numbers of."""
-NUMPY_TYPES: dict[str, np.dtype] = {**DTYPES, BYTES: np.dtype(np.uint8), **INTEGERS}
+EXPONENTS: dict[str, np.dtype] = {"F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}
+"""The type of scales that are powers of two."""
+NUMPY_TYPES: dict[str, np.dtype] = {**DTYPES, BYTES: np.dtype(np.uint8), **INTEGERS, **EXPONENTS}
 MAX_DIMS = 64
 """Dimensions of a tensor: NumPy has no more."""
 MAX_NAME = 512

@@ -17,6 +17,7 @@ from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.formats import has_checkpoint, open_checkpoint
 from jaxllm.loaders.layout import Progress, raise_on_misfit
 from jaxllm.loaders.reader import Files, Reader
+from jaxllm.loaders.tensor_names import as_named_here, others_told
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Audio, VisionEncoder
@@ -85,6 +86,8 @@ def load_checkpoint(
     )
     for told in filter(None, (format.told(config.dtype) for format in config.formats)):
         logger.info("%s", told)
+    if isinstance(model, CausalLM) and (told := others_told(config, checkpoint.entries)):
+        logger.info("%s: %s", directory, told)
     sizes = [sum(reader.entries[name].num_bytes for name in tensors) for tensors in expected]
     total, done = sum(sizes), 0
     arrays: dict[ParamPath, Array] = {}
@@ -124,9 +127,7 @@ def check_weights(config: ModelConfig, directory: Path, *, load_format: str = "a
 def _open(directory: Path, load_format: str, config: ModelConfig, encoder: VisionEncoder | Audio | None = None) -> Checkpoint:
     """The tensors of a text model, or those of an encoder alone, by the names that the model has for them."""
     checkpoint = open_checkpoint(directory, load_format, config.dtype)
-    prefix, _, bare = config.names.embedding.partition(".")
-    if f"{bare}.weight" in checkpoint.entries:  # saved as a bare decoder, as embedding models are
-        checkpoint.entries = {f"{prefix}.{name}": entry for name, entry in checkpoint.entries.items()}
+    checkpoint.entries = as_named_here(config, checkpoint.entries)
     if encoder is not None:
         named = ((encoder.name_of(name), entry) for name, entry in checkpoint.entries.items())
         checkpoint.entries = {name: entry for name, entry in named if name is not None}
@@ -149,7 +150,8 @@ def _check(
     ignored = [
         name for name in entries if HARMLESS.search(name) or (needs_no_head and name.startswith(f"{config.names.head}."))
     ]
-    ignored += [] if is_part else [name for name in entries if name.startswith(config.names.ignored)]
+    if not is_part:
+        ignored += [name for name in entries if name.startswith(config.names.ignored) or config.names.is_other(name)]
     spare = tuple(f"{config.layer_name(config.num_layers + i)}." for i in range(config.num_spare_layers))
     ignored += [name for name in entries if name.startswith(spare)]
     ignored += [name for name in entries if any(re.search(format.unused, name) for format in config.formats)]

@@ -15,7 +15,7 @@ from jax import lax
 from jaxllm.cache_spec import RowState, cache_specs, row_bytes
 from jaxllm.layers.build import bytes_per_expert_value, num_parameters
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import GatedDeltaNet, MoE
+from jaxllm.model_parts import MoE, StateMixer
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class ModelCost:
         head = c.hidden_size * c.vocab_size
         embedding = head * (1 if c.tie_word_embeddings else 2)
         mixtures = [layer.mlp for layer in c.layers if isinstance(layer.mlp, MoE)]
-        idle = sum((moe.routing.num_experts - moe.routing.top_k) * 3.0 * moe.width * c.hidden_size for moe in mixtures)
+        idle = sum((moe.routing.num_experts - moe.routing.top_k) * moe.values_per_expert(c.hidden_size) for moe in mixtures)
         per_token = 2.0 * (num_parameters(replace(c, vision=None, audio=None)) - embedding - idle)
-        attentions = collections.Counter(layer.attention for layer in c.layers)
-        per_token += sum(n * a.flops_per_token for a, n in attentions.items() if isinstance(a, GatedDeltaNet))
+        attentions = collections.Counter(layer.attention for layer in c.layers if layer.attention is not None)
+        per_token += sum(n * a.flops_per_token for a, n in attentions.items() if isinstance(a, StateMixer))
         cache_bytes = {layer.attention: size for layer, size in zip(c.layers, self._layer_cache_bytes(), strict=True)}
         flops, cache, num_tokens, num_later = 0.0, 0.0, 0.0, 0.0
         for prompt, output in requests:
@@ -124,7 +124,7 @@ class ModelCost:
         unread, value_bytes = 0.0, bytes_per_expert_value(c) if mixtures else 0.0
         for moe in mixtures:
             chance = (1 - moe.routing.top_k / moe.routing.num_experts) ** (num_tokens / max(1, num_steps))
-            unread += chance * moe.routing.num_experts * 3.0 * moe.width * c.hidden_size * value_bytes
+            unread += chance * moe.routing.num_experts * moe.values_per_expert(c.hidden_size) * value_bytes
         num_bytes = num_steps * (self.weight_bytes - unread) + cache + num_later * 2 * row_bytes(c)
         return Work(num_bytes / self.num_devices, flops / self.num_devices)
 

@@ -4,12 +4,15 @@ Each part says what its tensors are called in a checkpoint, relative to the deco
 module for each.
 """
 
-from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, QueryScale
+from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, OutputGate, QueryScale
 from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
-from jaxllm.model_parts.decoder import Head, Layer, Names, Positions
+from jaxllm.model_parts.decoder import Head, Layer, Names, Positions, StateMixer, TokenMixer
+from jaxllm.model_parts.encoder import Classifier, ClassifierHidden, Encoder
+from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope, RopeKind
+from jaxllm.model_parts.short_conv import ShortConv
 from jaxllm.model_parts.vision import Merger, MergerLinear, Vision, VisionEncoder, VisionFamily, VisionLayer
 
 __all__ = [
@@ -18,23 +21,31 @@ __all__ = [
     "Attention",
     "Audio",
     "AudioTokens",
+    "Classifier",
+    "ClassifierHidden",
     "CrossAttentionLayer",
+    "Encoder",
     "ExpertActivation",
     "GatedDeltaNet",
     "Head",
     "LatentAttention",
     "Layer",
+    "Mamba2",
     "Merger",
     "MergerLinear",
     "MoE",
     "Names",
     "Norm",
+    "OutputGate",
     "Positions",
     "QueryScale",
     "Rope",
     "RopeKind",
     "Routing",
     "Scoring",
+    "ShortConv",
+    "StateMixer",
+    "TokenMixer",
     "Vision",
     "VisionEncoder",
     "VisionFamily",

@@ -1,6 +1,7 @@
 """The attention parts of layers."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope
@@ -18,8 +19,18 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """Factors of the outputs of heads: products of what attention takes, after an activation."""
+
+    name: str
+    activation: Literal["sigmoid", "softplus"]
+    by_head: bool
+    """Whether all values of a head have the same factor."""
+
+
+@dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over keys and values in the cache."""
+    """Grouped-query attention over keys and values in the cache, or in an encoder over those of the prompt."""
 
     num_heads: int
     num_kv_heads: int
@@ -28,7 +39,7 @@ class Attention:
     rope: Rope | None
     """None: without positions."""
     window: int | None = None
-    """Keys that a token sees, itself included; None: all before it."""
+    """Keys that a token sees, itself included, in an encoder on each side; None: all before it, in an encoder all."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
     key_bias: bool = True
@@ -36,6 +47,8 @@ class Attention:
     out_bias: bool = False
     head_norms: tuple[Norm, Norm] | None = None
     """The norms of each query head and each key head, before the rotation; of equal epsilon."""
+    rotates_first: bool = False
+    """Whether these norms follow the rotation."""
     whole_norms: tuple[Norm, Norm] | None = None
     """Norms of queries and keys over all heads together."""
     own_norms: tuple[Norm, Norm] | None = None
@@ -48,8 +61,15 @@ class Attention:
     gated: bool = False
     """Whether the weight of the queries gives each head a gate too, behind its query: the head's output is multiplied by the gate's
     sigmoid."""
+    gate: OutputGate | None = None
+    """A gate with its own weight."""
+    value_dim: int | None = None
+    """Values of a head's value, if these are fewer than `head_dim`: the cache holds zeros behind them."""
+    value_scale: float = 1.0
+    """Factor of the values."""
     sinks: bool = False
     """Whether each query head has a learned score that takes part in its softmax as a key's does, with a value of zero."""
+    sinks_name: str = "sinks"
     num_inputs: int = 1
     """Vectors of the model's width that it takes of each token, one behind the other."""
     name: str = "self_attn"
@@ -77,14 +97,22 @@ class Attention:
         return 4.0 * self.num_heads * self.head_dim
 
     @property
+    def output_width(self) -> int:
+        """Values of all heads' outputs."""
+        return self.num_heads * (self.value_dim or self.head_dim)
+
+    @property
     def linears(self) -> dict[str, tuple[str, ...]]:
         """The checkpoint's modules that each linear layer is made of."""
-        return {"qkv": tuple(f"{self.name}.{part}" for part in self.qkv), "out": (f"{self.name}.{self.out}",)}
+        parts = {"qkv": self.qkv} if self.value_dim is None else {"qkv": self.qkv[:2], "value": self.qkv[2:]}
+        parts |= {"gate": (self.gate.name,)} if self.gate is not None else {}
+        return {part: tuple(f"{self.name}.{name}" for name in names) for part, names in (parts | {"out": (self.out,)}).items()}
 
     @property
     def values_per_token(self) -> int:
         """Intermediate values that a step has at once for each token, over all devices."""
-        return (3 * (self.num_heads + 2 * self.num_kv_heads) + self.gated * self.num_heads) * self.head_dim
+        has_gate = self.gated or self.gate is not None
+        return (3 * (self.num_heads + 2 * self.num_kv_heads) + has_gate * self.num_heads) * self.head_dim
 
     def indivisible(self, size: int) -> list[str]:
         """The numbers that keep this part from being split over `size` devices."""
@@ -122,6 +150,7 @@ class LatentAttention:
     """Norm of the queries' latents, if queries have latents."""
     query_dim: int | None = None
     """Width of these."""
+    query_scale: QueryScale | None = None
     bias: bool = False
     """Whether the products that give latents, and the output, have biases."""
     name: str = "self_attn"
@@ -179,6 +208,11 @@ class GatedDeltaNet:
     """Tokens that the convolution sees."""
     norm: Norm
     """Norm of each value head's output."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """What becomes of a gate before the normed output is multiplied by it."""
+    is_flat: bool = False
+    """Whether the checkpoint has queries, keys and values of all heads one after the other, and the gates, the decays and the strengths
+    apart, instead of two products in the order of the key heads."""
     name: str = "linear_attn"
 
     @property
@@ -200,6 +234,11 @@ class GatedDeltaNet:
     def window(self) -> int | None:
         """Keys that a token sees, as `Attention.window`: all before it."""
         return None
+
+    @property
+    def state_heads(self) -> int:
+        """See `StateMixer`."""
+        return self.num_key_heads
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -224,8 +263,9 @@ class GatedDeltaNet:
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
         """The checkpoint's modules that each linear layer is made of."""
-        parts = {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj"}
-        return {part: (f"{self.name}.{name}",) for part, name in parts.items()}
+        letters = {"qkvz": ("qkv", "z") if self.is_flat else ("qkvz",), "ba": ("b", "a") if self.is_flat else ("ba",)}
+        products = {part: tuple(f"{self.name}.in_proj_{each}" for each in found) for part, found in letters.items()}
+        return {**products, "out": (f"{self.name}.out_proj",)}
 
     @property
     def values_per_token(self) -> int:

@@ -1,19 +1,34 @@
 """A decoder layer, and what stands around the layers."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention
+from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, MoE
 from jaxllm.model_parts.norm import Norm
+from jaxllm.model_parts.short_conv import ShortConv
+
+StateMixer = GatedDeltaNet | Mamba2 | ShortConv
+"""Parts that keep states by row: for each of `state_heads` arrays of `state_shapes`, the first in the model's type, others in float32."""
+TokenMixer = Attention | LatentAttention | StateMixer
+"""Parts by which tokens take from those before them."""
+
+_PLACE = re.compile(
+    r"(?P<mark>(?:re:|[-+]:)?\^?)(?:model\\?\.(?:language|text)_model\\?\.|(?:language|text)_model\\?\.(?:model\\?\.)?|model\\?\.)"
+    r"(?=(?:embed_tokens|layers|norm)(?:\\?\.|$))"
+)
+"""Where checkpoints of several models have the text model, in a name or in a regular expression behind `re:`, `+:` or `-:`."""
+_HEAD = re.compile(r"(?P<mark>(?:re:|[-+]:)?\^?)(?:(?:language_)?model\\?\.)?lm_head(?=\\?\.|$)")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x))."""
+    """A decoder layer: x + attention(attention_norm(x)), then x + mlp(mlp_norm(x)), or one of these alone."""
 
-    attention: Attention | LatentAttention | GatedDeltaNet
-    mlp: MLP | MoE
+    attention: TokenMixer | None
+    mlp: MLP | MoE | None
     attention_norm: Norm | None
     mlp_norm: Norm | None
     attention_post_norm: Norm | None = None
@@ -27,19 +42,20 @@ class Layer:
     @property
     def parts(self) -> dict[str, Any]:
         """Attention and MLP by name."""
-        return {"attention": self.attention, "mlp": self.mlp}
+        parts = {"attention": self.attention, "mlp": self.mlp}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def indivisible(self, size: int) -> list[str]:
         """The numbers that keep this layer from being split over `size` devices."""
-        return self.attention.indivisible(size) + self.mlp.indivisible(size)
+        return [fault for part in self.parts.values() for fault in part.indivisible(size)]
 
     def split(self, size: int) -> "Layer":
         """The shapes when the layer is split over `size` devices."""
-        return replace(self, attention=self.attention.split(size))
+        return self if self.attention is None else replace(self, attention=self.attention.split(size))
 
     def as_stored(self) -> "Layer":
         """The shapes of the checkpoint."""
-        return replace(self, attention=self.attention.split(1), mlp=self.mlp.as_stored())
+        return self.split(1) if self.mlp is None else replace(self.split(1), mlp=self.mlp.as_stored())
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,29 @@ class Names:
     """How the names of tensors begin that are not loaded."""
     unquantized: tuple[str, ...] = ()
     """How the names of linear layers end that stay plain where weights are quantised while they load."""
+    next_token: str | None = None
+    """How the names of layers for multi-token prediction begin where they are not those of further layers, as Qwen has them."""
+    is_part: bool = False
+    """Whether the checkpoint may hold other models beside the text model: their tensors are not loaded with it."""
+
+    def named(self, name: str) -> str:
+        """The name here of a tensor or module of the text model, or a pattern of such, that a checkpoint has elsewhere: behind
+        `model.language_model.`, `language_model.model.` or the like. Other names are returned as they are."""
+        if not self.is_part:
+            return name
+        stem, head = self._stem, self.head
+        name = _PLACE.sub(lambda found: found["mark"] + stem, name, count=1) if _PLACE.match(name) else name
+        return _HEAD.sub(lambda found: found["mark"] + head, name, count=1) if _HEAD.match(name) else name
+
+    def is_other(self, name: str) -> bool:
+        """Whether a tensor is of another model than the text model; name: as `named` returns it."""
+        stem = self._stem
+        own = (f"{stem}embed_tokens.", f"{stem}layers.", f"{stem}norm.", f"{self.head}.")
+        return self.is_part and not name.startswith(own)
+
+    @property
+    def _stem(self) -> str:
+        return self.embedding.removesuffix("embed_tokens")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jaxllm.model_parts.decoder import Layer
@@ -15,7 +15,8 @@ def kinds_of_layers(layers: Sequence[Layer]) -> Iterable[str]:
     """For each kind of layer which layers are of it, and how its parts differ from the plainest."""
     for kind in dict.fromkeys(layers):
         places = short_ranges(i for i, layer in enumerate(layers) if layer == kind)
-        yield f"{places}: {_differences(kind)}"
+        missing = {"attention", "mlp"} - kind.parts.keys()
+        yield f"{places}: {_differences(kind, missing)}"
 
 
 def short_ranges(given: Iterable[int]) -> str:
@@ -33,12 +34,12 @@ def short_ranges(given: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-def _differences(part: Any) -> str:
-    """The fields of a part that do not have their default."""
+def _differences(part: Any, missing: Collection[str] = ()) -> str:
+    """The fields of a part that do not have their default. missing: how names of fields begin that are left out."""
     told = []
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
-        if field.name in _NAMES or value == field.default:
+        if field.name in _NAMES or value == field.default or field.name.partition("_")[0] in missing:
             continue
         if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             value = value[0]  # the norms of queries and keys are alike

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
-"""Activations of experts: those of `pallas_kernels.grouped_matmul`."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
+"""Activations of experts: those of `pallas_kernels.grouped_matmul`, and of experts without a gate relu2, the square of relu."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,8 @@ class MLP:
     width: int
     activation: Activation = "silu"
     gated: bool = True
+    xielu: str | None = None
+    """The module with the numbers of the activation xIELU, which then stands in place of `activation`; without a gate."""
     bias: bool = False
     name: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -76,23 +78,32 @@ class Routing:
     """Jitter of sparsemixer: relative distance from the largest logit within which experts share the weight, halved."""
 
 
+INTO_LATENT, OUT_OF_LATENT = "fc1_latent_proj", "fc2_latent_proj"
+"""The checkpoint's modules around experts in a latent space."""
+
+
 @dataclass(frozen=True)
 class MoE:
-    """A mixture of experts, each a gated MLP; perhaps with experts that every token goes through."""
+    """A mixture of experts, each an MLP; perhaps with experts that every token goes through."""
 
     routing: Routing
     width: int
     """Width of an expert."""
     activation: ExpertActivation = "silu"
+    gated: bool = True
     bias: bool = False
     """Whether the experts have biases."""
+    latent_dim: int | None = None
+    """Width of what routed experts take and give, a product of x and of which the result is one; None: the model's."""
     shared: MLP | None = None
     shared_gate: str | None = None
     """A tensor whose product with x, after a sigmoid, is the factor of the shared experts' result."""
     name: str = "mlp"
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
-    """One name without {}: a tensor of all experts."""
+    """One name without {}: a tensor of all experts. Without a gate the name of up."""
     down: str = "experts.{}.down_proj"
+    ending: str = ".weight"
+    """Ending of the names of tensors that are not transposed."""
     transposed: bool = False
     """Whether the checkpoint holds tensors of all experts [experts, inputs, outputs], named without `.weight`."""
     alternating: bool = False
@@ -117,13 +128,20 @@ class MoE:
             for i in range(self.routing.num_experts):
                 found[f"experts.{i}.gate_up"] = tuple(f"{self.name}.{part.format(i)}" for part in self.gate_up)
                 found[f"experts.{i}.down"] = (f"{self.name}.{self.down.format(i)}",)
+        if self.latent_dim is not None:
+            found |= {"into_latent": (f"{self.name}.{INTO_LATENT}",), "out_of_latent": (f"{self.name}.{OUT_OF_LATENT}",)}
         shared = self.shared.linears if self.shared is not None else {}
         return found | {f"shared.{part}": names for part, names in shared.items()}
 
     @property
     def values_per_token(self) -> int:
         """Intermediate values that a step has at once for each token, over all devices."""
-        return 4 * self.routing.top_k * self.width + (self.shared.values_per_token if self.shared is not None else 0)
+        of_shared = self.shared.values_per_token if self.shared is not None else 0
+        return 4 * self.routing.top_k * self.width + 2 * (self.latent_dim or 0) + of_shared
+
+    def values_per_expert(self, hidden_size: int) -> int:
+        """Values of an expert's weights in a model of this width."""
+        return (3 if self.gated else 2) * self.width * (self.latent_dim or hidden_size)
 
     def indivisible(self, size: int) -> list[str]:
         """The numbers that keep this part from being split over `size` devices."""

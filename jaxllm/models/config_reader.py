@@ -11,15 +11,15 @@ from jaxllm.model_parts import (
     MLP,
     Activation,
     Attention,
-    GatedDeltaNet,
-    LatentAttention,
     Layer,
+    Mamba2,
     MoE,
     Names,
     Norm,
     Rope,
     RopeKind,
     Routing,
+    TokenMixer,
 )
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -29,10 +29,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """By transformers' names."""
 WINDOWED = {"sliding_attention": True, "full_attention": False}
 """Whether a layer has a window, by its entry in layer_types."""
+SPARSE = {"sparse": True, "dense": False}
+"""Whether a layer has experts, by its entry in mlp_layer_types."""
 MAX_INTEGER, MAX_VOCABULARY, MAX_EXPERTS = 2**20, 2**24, 4096
 """Limits of what a config.json may ask for: of any integer, of tokens of a vocabulary, of experts of a layer."""
 _LIMITS = (
@@ -44,6 +47,8 @@ _LIMITS = (
 """By what is in a key, the first that fits."""
 _LEAST_NUMBER, _MOST_NUMBER = 1e-38, 1e38
 """About what float32 holds."""
+_INFINITY = {"__float__": "Infinity"}
+"""As transformers 5 writes it."""
 _NEUTRAL = {
     "alibi": False,
     "attn_logit_softcapping": None,
@@ -170,9 +175,11 @@ class ConfigReader:
     def num_layers(self) -> int:
         return self.integer("num_hidden_layers")
 
-    def layer_kinds(self, kinds: Mapping[str, bool], otherwise: Callable[[int], bool]) -> tuple[bool, ...]:
-        """The value in `kinds` of each layer's entry in `layer_types`; that of `otherwise` where it is absent."""
-        given = self._value("layer_types")
+    def layer_kinds(
+        self, kinds: Mapping[str, bool], otherwise: Callable[[int], bool], name: str = "layer_types"
+    ) -> tuple[bool, ...]:
+        """The value in `kinds` of each layer's entry in the list of this name; that of `otherwise` where it is absent."""
+        given = self._value(name)
         if given is None:
             return tuple(otherwise(layer) for layer in range(self.num_layers))
         if (
@@ -180,9 +187,25 @@ class ConfigReader:
             or len(given) != self.num_layers
             or not all(isinstance(kind, str) and kind in kinds for kind in given)
         ):
-            self.faults.append(f"layer_types is {given!r}, must be {self.num_layers} of {' or '.join(kinds)}")
+            self.faults.append(f"{name} is {given!r}, must be {self.num_layers} of {' or '.join(kinds)}")
             return (False,) * self.num_layers
         return tuple(kinds[kind] for kind in given)
+
+    def per_layer(self, name: str, otherwise: int) -> list[int]:
+        """A positive integer for each layer, from the list of this name; `otherwise` for all where it is absent."""
+        given = self._value(name)
+        if given is None:
+            return [otherwise] * self.num_layers
+        if not isinstance(given, list) or len(given) != self.num_layers or not all(type(n) is int and n > 0 for n in given):
+            self.faults.append(f"{name} is {given!r}, must be a list of {self.num_layers} positive integers")
+            return [otherwise] * self.num_layers
+        return given
+
+    def with_experts(self, layers: list[Layer], moe: MoE) -> list[Layer]:
+        """Layers with experts where mlp_layer_types says so, or else in all behind the first first_k_dense_replace."""
+        num_dense = self.count("first_k_dense_replace")
+        kinds = self.layer_kinds(SPARSE, lambda layer: layer >= num_dense, "mlp_layer_types")
+        return [dataclasses.replace(layer, mlp=moe) if on else layer for layer, on in zip(layers, kinds, strict=True)]
 
     def layers_with_rope(self) -> list[bool]:
         """Whether each layer has positions, where no_rope_layers or else no_rope_layer_interval says so."""
@@ -196,17 +219,19 @@ class ConfigReader:
         return [bool(turns) for turns in given]
 
     def text_part(
-        self, *images: str, prefix: str = "language_model.model", head: str = "language_model.lm_head"
+        self, prefix: str = "language_model.model", head: str = "language_model.lm_head"
     ) -> tuple["ConfigReader", Names, str]:
         """The reader of the text model, what its tensors are called, and its last norm.
 
-        images: how the names of the tensors begin that only a checkpoint that sees images has. prefix, head: of the names in such a
-        checkpoint.
+        prefix, head: of the names in a checkpoint that has other models too. What config.json says outside of the text model's part
+        of the head and the first token goes before what the part says.
         """
         if "text_config" not in self.raw:
             return self, Names(), "model.norm"
-        names = Names(f"{prefix}.embed_tokens", f"{prefix}.layers.{{}}", head, images)
-        return self.within("text_config"), names, f"{prefix}.norm"
+        names = Names(f"{prefix}.embed_tokens", f"{prefix}.layers.{{}}", head, is_part=True)
+        outside = {name: self.raw.get(name) for name in ("tie_word_embeddings", "bos_token_id")}
+        text = self.within("text_config").with_values(**{name: value for name, value in outside.items() if value is not None})
+        return text, names, f"{prefix}.norm"
 
     # --- parts ---
 
@@ -237,6 +262,25 @@ class ConfigReader:
             self.faults.append(f"hidden_act of experts is {self.raw.get('hidden_act')!r}, supported: silu, gelu_pytorch_tanh")
         return MoE(routing, width, activation, by_expert=self.expert_parallel, **fields)  # type: ignore[arg-type]
 
+    def mamba2(
+        self, num_heads: int, num_groups: int, head_dim: int, state_size: int, kernel_size: int, norm: Norm, **fields: Any
+    ) -> Mamba2:
+        """Mamba-2 with the time_step_limit of the config."""
+        if num_heads % num_groups:
+            self.faults.append(f"{num_groups} groups of Mamba-2 must divide its {num_heads} heads")
+            num_groups = 1
+        if kernel_size == 1:
+            self.faults.append("the convolution of Mamba-2 sees 1 token, must be at least 2")
+        limit = self._value("time_step_limit")
+        if isinstance(limit, list):
+            limit = [math.inf if value == _INFINITY else value for value in limit]
+        if limit is not None:
+            if not isinstance(limit, list) or len(limit) != 2 or not all(type(x) in (int, float) and x >= 0 for x in limit):
+                self.faults.append(f"time_step_limit is {limit!r}, must be two numbers, none negative")
+            elif tuple(limit) != (0.0, math.inf):
+                fields["time_step_limit"] = (float(limit[0]), float(limit[1]))
+        return Mamba2(num_heads, num_groups, head_dim, state_size, kernel_size, norm, **fields)
+
     def rms_norm(self, name: str, **fields: Any) -> Norm:
         """A norm with the config's epsilon."""
         return Norm(name, self.number("rms_norm_eps", 1e-6), **fields)
@@ -245,7 +289,7 @@ class ConfigReader:
         """A LayerNorm with the config's epsilon."""
         return Norm(name, self.number(eps_name, 1e-5), centred=True, bias=bias)
 
-    def pre_norm_layer(self, attention: Attention | LatentAttention | GatedDeltaNet, mlp: MLP | MoE, **fields: Any) -> Layer:
+    def pre_norm_layer(self, attention: TokenMixer, mlp: MLP | MoE, **fields: Any) -> Layer:
         """A layer as Llama has it."""
         return Layer(attention, mlp, self.rms_norm("input_layernorm"), self.rms_norm("post_attention_layernorm"), **fields)
 
@@ -285,6 +329,21 @@ class ConfigReader:
                 self.faults.append(f"layer_types is {kinds!r}, supported by {self.architecture}: layers of one kind")
 
     # --- positions ---
+
+    def longest(self, name: str, max_position: int, what: str) -> int:
+        """The longest sequence of a model that is computed for sequences up to the value of this key, if it has one.
+
+        A fault if longer ones shall be served. what: what these need.
+        """
+        limit = self.integer_or_none(name)
+        if limit is None:
+            return max_position
+        if self.max_model_len is not None and self.max_model_len > limit:
+            self.faults.append(
+                f"max_model_len is {self.max_model_len}, but {name} is {limit}, and {what} is not supported; "
+                f"use --max-model-len {limit} or less"
+            )
+        return min(limit, max_position)
 
     def positions(self, **rope: Any) -> tuple[Rope, int]:
         """Rope and the longest sequence. Keywords are those of `rope`.

@@ -1,7 +1,14 @@
-"""DeepSeek-V2 and V3: attention over latents, experts behind a few dense layers. Sources: arXiv:2405.04434, arXiv:2412.19437."""
+"""DeepSeek-V2, V3 and V3.2, and Kimi-K2: attention over latents, experts behind a few dense layers. V3.2 chooses the tokens that are
+attended to, all of up to `index_topk` (2048): longer sequences are refused.
+
+Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2512.02556.
+"""
+
+from dataclasses import replace
+from typing import Any
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, LatentAttention, MoE, Norm, Rope, Routing
+from jaxllm.model_parts import MLP, LatentAttention, MoE, Norm, QueryScale, Rope, Routing
 from jaxllm.models.config_reader import ConfigReader, yarn_magnitude
 from jaxllm.models.deepseek_routing import sigmoid_moe
 
@@ -35,6 +42,7 @@ DEFAULTS_V3 = {
     "moe_intermediate_size": 2048,
     "first_k_dense_replace": 3,
 }
+DEFAULTS_V32 = {"max_position_embeddings": 163840, "index_topk": 2048}
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever rms_norm_eps is."""
 
@@ -57,29 +65,44 @@ def read_v2(c: ConfigReader) -> ModelConfig:
     )
     width, bias = c.integer("moe_intermediate_size"), c.boolean("mlp_bias")
     shared = MLP(width * c.integer("n_shared_experts"), c.activation(), bias=bias, name="mlp.shared_experts")
-    return _decoder(c, c.mlp(bias=bias), c.moe(routing, width, shared=shared), interleaved=True)
+    return decoder(c, c.mlp(bias=bias), c.moe(routing, width, shared=shared), interleaved=True)
 
 
-def read_v3(c: ConfigReader) -> ModelConfig:
+def read_v3(c: ConfigReader, **fields: Any) -> ModelConfig:
+    """fields: of the ModelConfig, in place of those of the config."""
     c = c.with_defaults(**DEFAULTS_V3)
     c.refuse_unless("topk_method", "noaux_tc")
     c.refuse_unless("scoring_func", "sigmoid")
-    return _decoder(c, c.mlp(), sigmoid_moe(c), interleaved=c.boolean("rope_interleave", True))
+    return decoder(c, c.mlp(), sigmoid_moe(c), interleaved=c.boolean("rope_interleave", True), **fields)
 
 
-def _decoder(c: ConfigReader, mlp: MLP, moe: MoE, *, interleaved: bool) -> ModelConfig:
+def read_v32(c: ConfigReader) -> ModelConfig:
+    c = c.with_defaults(**DEFAULTS_V32)
+    c.layer_kinds({"indexed_attention": True}, lambda layer: True)
+    config = read_v3(c)
+    layers = range(config.num_layers + config.num_spare_layers)
+    indexers = tuple(f"{config.layer_name(layer)}.self_attn.indexer." for layer in layers)
+    max_position = c.longest("index_topk", config.max_position, "attention to chosen tokens of longer sequences")
+    names = replace(config.names, ignored=(*config.names.ignored, *indexers))
+    return replace(config, names=names, max_position=max_position)
+
+
+def decoder(
+    c: ConfigReader, mlp: MLP, moe: MoE, *, interleaved: bool, query_scale: QueryScale | None = None, **fields: Any
+) -> ModelConfig:
+    """The model with these parts. fields: of the ModelConfig, in place of those of the config."""
     c.refuse_unless("moe_layer_freq", 1)
     rope, max_position = c.positions(interleaved=interleaved)
-    attention = _attention(c, rope)
-    dense, sparse = c.pre_norm_layer(attention, mlp), c.pre_norm_layer(attention, moe)
-    num_dense = c.count("first_k_dense_replace")
-    return c.decoder([dense if i < num_dense else sparse for i in range(c.num_layers)], max_position)
+    layer = c.pre_norm_layer(_attention(c, rope, query_scale), mlp)
+    return c.decoder(c.with_experts([layer] * c.num_layers, moe), max_position, **fields)
 
 
-def _attention(c: ConfigReader, rope: Rope) -> LatentAttention:
+def _attention(c: ConfigReader, rope: Rope, query_scale: QueryScale | None) -> LatentAttention:
     plain, rotated = c.integer("qk_nope_head_dim"), c.integer("qk_rope_head_dim")
     if rotated % 2:
         c.faults.append(f"qk_rope_head_dim is {rotated}, must be even")
+    if rope.rotary_dim not in (None, rotated):
+        c.faults.append(f"partial_rotary_factor rotates {rope.rotary_dim} values, supported: all {rotated} of qk_rope_head_dim")
     query_dim = c.integer_or_none("q_lora_rank")
     return LatentAttention(
         num_heads=c.integer("num_attention_heads"),
@@ -92,6 +115,7 @@ def _attention(c: ConfigReader, rope: Rope) -> LatentAttention:
         latent_norm=Norm("self_attn.kv_a_layernorm", LATENT_EPS),
         query_norm=None if query_dim is None else Norm("self_attn.q_a_layernorm", LATENT_EPS),
         query_dim=query_dim,
+        query_scale=query_scale,
         bias=c.boolean("attention_bias"),
     )
 

@@ -1,11 +1,21 @@
-"""The mixture of experts of DeepSeek-V3, which GLM-4.5 has too. Source: arXiv:2412.19437."""
+"""The mixture of experts of DeepSeek-V3, which several families have. Source: arXiv:2412.19437."""
 
-from jaxllm.model_parts import MLP, MoE, Routing
+from typing import Any
+
+from jaxllm.model_parts import MLP, MoE, Routing, Scoring
 from jaxllm.models.config_reader import ConfigReader
 
 
 def sigmoid_moe(c: ConfigReader) -> MoE:
     """Experts chosen by sigmoids with a correction bias within groups, in addition to shared experts."""
+    return grouped_moe(c, "sigmoid", "gate.e_score_correction_bias")
+
+
+def grouped_moe(c: ConfigReader, scoring: Scoring, correction_bias: str | None = None, **fields: Any) -> MoE:
+    """Experts chosen within groups, in addition to shared experts. The score of a group is the sum of its two largest.
+
+    fields: of the MoE.
+    """
     width = c.integer("moe_intermediate_size")
     num_experts, num_groups = c.integer("num_local_experts", c.integer("n_routed_experts")), c.integer("n_group")
     if num_experts % num_groups:
@@ -13,13 +23,14 @@ def sigmoid_moe(c: ConfigReader) -> MoE:
     routing = Routing(
         num_experts,
         c.integer("num_experts_per_tok"),
-        "sigmoid",
+        scoring,
         renormalize=c.boolean("norm_topk_prob"),
         scale=c.number("routed_scaling_factor"),
-        correction_bias="gate.e_score_correction_bias",
+        correction_bias=correction_bias,
         num_groups=num_groups,
         top_groups=c.integer("topk_group"),
         sums_two=True,
     )
-    shared = MLP(width * c.integer("n_shared_experts"), c.activation(), name="mlp.shared_experts")
-    return c.moe(routing, width, shared=shared)
+    num_shared = c.count("n_shared_experts", 0)
+    shared = MLP(width * num_shared, c.activation(), name="mlp.shared_experts") if num_shared else None
+    return c.moe(routing, width, shared=shared, **fields)

@@ -41,7 +41,7 @@ def read_gemma2(c: ConfigReader) -> ModelConfig:
 
 def read_gemma3(c: ConfigReader) -> ModelConfig:
     """The text model of a checkpoint with or without an encoder of images."""
-    c, names, norm = c.text_part("vision_tower.", "multi_modal_projector.")
+    c, names, norm = c.text_part()
     c.refuse_unless("use_bidirectional_attention", False)
     c = c.with_defaults(
         **DEFAULTS,

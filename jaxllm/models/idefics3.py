@@ -19,12 +19,11 @@ VISION_DEFAULTS = {
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    text, names, norm = c.text_part(TOWER, CONNECTOR, prefix="model.text_model", head="lm_head")
+    text, names, norm = c.text_part("model.text_model", "lm_head")
     text.refuse_unless("model_type", "llama")
     text.refuse_unless("qk_layer_norms", False)
     text = text.with_defaults(rms_norm_eps=1e-5)
-    # Whether the head is tied stands outside of the text model's part.
-    config = llama.read(text, names=names, norm=text.rms_norm(norm), tie_word_embeddings=c.boolean("tie_word_embeddings"))
+    config = llama.read(text, names=names, norm=text.rms_norm(norm))
     return replace(config, vision=_vision(c, config.hidden_size))
 
 

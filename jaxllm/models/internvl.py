@@ -34,12 +34,11 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    text, names, norm = c.text_part(TOWER, PROJECTOR)
+    text, names, norm = c.text_part()
     text.refuse_unless("model_type", *TEXT)
     read_text = TEXT.get(text.raw.get("model_type"), qwen2.read)
     # As transformers 5 has it, or else 4.
-    is_tied = c.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings"))
-    config = read_text(text, names=names, norm=text.rms_norm(norm), tie_word_embeddings=is_tied)
+    config = read_text(text, names=names, norm=text.rms_norm(norm))
     return replace(config, vision=_vision(c, config.hidden_size))
 
 

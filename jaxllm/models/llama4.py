@@ -39,7 +39,7 @@ CHUNKED = {"chunked_attention": True, "full_attention": False}
 
 def read(c: ConfigReader) -> ModelConfig:
     """The text model of a checkpoint with or without a vision encoder."""
-    c, names, norm = c.text_part("vision_model.", "multi_modal_projector.")
+    c, names, norm = c.text_part()
     c = c.with_defaults(**DEFAULTS)
     rope, max_position = c.positions(interleaved=True)
     bias = c.boolean("attention_bias")
@@ -53,7 +53,8 @@ def read(c: ConfigReader) -> ModelConfig:
     mlps: dict[bool, MLP | MoE] = {True: _moe(c), False: dense}
     sparse = _sparse_layers(c)
     layers = [c.pre_norm_layer(attentions[turns], mlps[i in sparse]) for i, turns in enumerate(has_rope)]
-    max_position = _longest(c, max_position) if any(kinds) else max_position
+    if any(kinds):
+        max_position = c.longest("attention_chunk_size", max_position, "attention within several chunks")
     return c.decoder(layers, max_position, names=names, norm=c.rms_norm(norm))
 
 
@@ -87,16 +88,3 @@ def _sparse_layers(c: ConfigReader) -> list[int]:
         c.faults.append(f"moe_layers is {given!r}, must be a list of layers")
         return []
     return given
-
-
-def _longest(c: ConfigReader, max_position: int) -> int:
-    """The longest sequence of a model with layers that attend within chunks."""
-    chunk = c.integer_or_none("attention_chunk_size")
-    if chunk is None:
-        return max_position
-    if c.max_model_len is not None and c.max_model_len > chunk:
-        c.faults.append(
-            f"max_model_len is {c.max_model_len}, but attention_chunk_size is {chunk}, and sequences of several chunks are not "
-            f"supported; use --max-model-len {chunk} or less"
-        )
-    return min(chunk, max_position)

@@ -9,8 +9,11 @@ from typing import Any
 from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError, joined
 from jaxllm.files import read_json
 from jaxllm.model_config import DTYPES, FP8, ModelConfig
+from jaxllm.model_parts import Names
+from jaxllm.models.classifier import with_classifier
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
+from jaxllm.models.text_part import without_rope_sections
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
 from jaxllm.quantization.formats import read_formats
 from jaxllm.quantization_options import QUANTIZATION_FILES, WIDENED
@@ -51,16 +54,18 @@ def load_model_config(
     directory = Path(directory)
     raw = {**read_config_json(directory), **(overrides or {})}
     architecture, read, has_head = find(raw, directory, model_class)
-    generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
-    if generates and not has_head:
-        raise ConfigError(f"runner is generate, but {directory} is a model without a head, which makes embeddings only")
     options = {"max_model_len": max_model_len, "expert_parallel": expert_parallel}
     reader = ConfigReader(architecture, raw, bidirectional_faults(raw), **options)  # type: ignore[arg-type]
     config = _read(read, reader, directory)
+    has_head = has_head and config.encoder is None
+    generates = runner == "generate" or (runner == "auto" and has_head and not is_embedding_checkpoint(directory))
+    if generates and not has_head:
+        made = "embeddings" if config.classifier is None else "scores"
+        raise ConfigError(f"runner is generate, but {directory} is a model without a head for text, which makes {made} only")
     dtype = _dtype(reader, dtype, on_gpu)
     stored_dtype = _stored_dtype(raw) if _stored_dtype(raw) in DTYPES else dtype
     asked = Options(quantization, dequantize, on_gpu, dtype, config.names.unquantized, stored_dtype=stored_dtype)
-    formats = read_formats(raw.get("quantization_config"), asked, reader.faults)
+    formats = read_formats(_named(raw.get("quantization_config"), config.names), asked, reader.faults)
     for format in formats:
         reader.faults.extend(format.faults(config))
     eos_token_ids = _eos_token_ids(raw, directory, reader.faults)
@@ -74,7 +79,8 @@ def load_model_config(
         kv_cache_dtype = FP8 if any(format.kv_scales is not None for format in formats) else dtype
     elif kv_cache_dtype in ("fp8", "fp8_e4m3"):
         kv_cache_dtype = FP8
-    pooling = load_pooling_config(directory, raw, pooler_config)
+    of_family = {"is_encoder": config.encoder is not None, "is_classifier": config.classifier is not None}
+    pooling = load_pooling_config(directory, raw, pooler_config, default=config.pooling, **of_family)
     longest = config.max_position
     config = dataclasses.replace(
         config,
@@ -89,13 +95,15 @@ def load_model_config(
         audio=None if language_model_only and not config.attends_to_audio else config.audio,
         max_position=longest if generates else min(longest, pooling.max_length or longest),
     )
+    if config.vision is None and config.has_rope_sections:
+        config = without_rope_sections(config)
     return dataclasses.replace(config, digest=hashlib.sha256(repr(config).encode()).hexdigest()[:12])
 
 
 def _read(read: Read, reader: ConfigReader, directory: Path) -> ModelConfig:
     """The config that a family makes of these values."""
     try:
-        config = read(reader)
+        config = with_classifier(read(reader), reader, directory)
         reader.faults.extend(config.size_faults())
     except JaxLLMError:
         raise
@@ -118,6 +126,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         if files := sorted(directory.glob("*.gguf")):
             raise ModelLoadError(f"{directory} has no config.json but GGUF files; give the path of one: {files[0]}")
+        if (directory / "params.json").is_file():
+            raise ModelLoadError(
+                f"{directory} has no config.json but params.json, Mistral's own form; give a checkpoint that has the hub's form too"
+            )
         raise ModelLoadError(
             f"{directory} is not a model directory: it has no config.json; give the directory that holds config.json and the weights"
         )
@@ -139,6 +151,15 @@ def _quantization(raw: dict[str, Any], directory: Path) -> Any:
             return {"quant_method": method, **given} if method and isinstance(given, Mapping) else given
     files = ((directory / name, method) for name, method in QUANTIZATION_FILES.items())
     return next(({"quant_method": method, **_json_object(path)} for path, method in files if path.is_file()), None)
+
+
+def _named(value: Any, names: Names) -> Any:
+    """A value of config.json with the names of modules in it, which may be those of another class of the model, as `names` has them."""
+    if isinstance(value, str):
+        return names.named(value)
+    if isinstance(value, list):
+        return [_named(each, names) for each in value]
+    return {names.named(key): _named(each, names) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _json_object(path: Path) -> dict[str, Any]:

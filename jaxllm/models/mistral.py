@@ -1,5 +1,5 @@
 """Mistral: Llama with a sliding window over the keys, the same in every layer. Ministral 3: instead of a window, queries that grow with
-their positions.
+their positions. Mistral 4: such queries, attention over latents and experts as DeepSeek-V3 has them, chosen by a softmax.
 
 Sources: arXiv:2310.06825, the Ministral 3 release.
 """
@@ -9,7 +9,9 @@ from typing import Any
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import QueryScale
+from jaxllm.models import deepseek
 from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.deepseek_routing import grouped_moe
 
 YARN = {
     "type": "yarn",
@@ -21,6 +23,22 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+YARN_4 = {**YARN, "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
+DEFAULTS_4 = {
+    **deepseek.DEFAULTS,
+    "max_position_embeddings": 1048576,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 0,
 }
 
 
@@ -39,8 +57,24 @@ def read_ministral3(c: ConfigReader, **fields: Any) -> ModelConfig:
     if not c.raw.get("rope_scaling") and not c.raw.get("rope_parameters"):
         c = c.with_values(rope_parameters=YARN)
     rope, max_position = c.positions()
+    attention = replace(c.attention(rope), window=c.integer_or_none("sliding_window"), query_scale=_query_scale(c))
+    return c.decoder([c.pre_norm_layer(attention, c.mlp())] * c.num_layers, max_position, **fields)
+
+
+def read_mistral4(c: ConfigReader, **fields: Any) -> ModelConfig:
+    """fields: of the ModelConfig, in place of those of the config."""
+    c = c.with_defaults(**DEFAULTS_4)
+    c.refuse_unless("scoring_func", "softmax")
+    plain, rotated = c.integer("qk_nope_head_dim"), c.integer("qk_rope_head_dim")
+    c = c.with_values(head_dim=plain + rotated)
+    if not c.raw.get("rope_scaling") and not c.raw.get("rope_parameters"):
+        c = c.with_values(rope_parameters=YARN_4)
+    is_interleaved = c.boolean("rope_interleave", True)
+    moe = grouped_moe(c, "softmax", gate_up=("experts.gate_up_proj",), down="experts.down_proj", ending="")
+    return deepseek.decoder(c, c.mlp(), moe, interleaved=is_interleaved, query_scale=_query_scale(c), **fields)
+
+
+def _query_scale(c: ConfigReader) -> QueryScale | None:
     given = c.within("rope_scaling" if c.raw.get("rope_scaling") else "rope_parameters")
     rate = given.number_or_none("llama_4_scaling_beta")
-    scale = None if rate is None else QueryScale(rate, given.integer("original_max_position_embeddings"), offset=0)
-    attention = replace(c.attention(rope), window=c.integer_or_none("sliding_window"), query_scale=scale)
-    return c.decoder([c.pre_norm_layer(attention, c.mlp())] * c.num_layers, max_position, **fields)
+    return None if rate is None else QueryScale(rate, given.integer("original_max_position_embeddings"), offset=0)

@@ -17,6 +17,8 @@ DEFAULTS: dict[str, Any] = {
     "rope_theta": 1e9,
     "sliding_window": None,
 }
+READ_TEXT = {"ministral3": mistral.read_ministral3, "mistral4": mistral.read_mistral4}
+"""By the model_type of a text model other than Mistral."""
 VISION_DEFAULTS = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -28,15 +30,12 @@ VISION_DEFAULTS = {
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    text, names, norm = c.text_part(TOWER, PROJECTOR)
-    text.refuse_unless("model_type", "mistral", "ministral3")
-    read_text = mistral.read
-    if text.raw.get("model_type") == "ministral3":
-        read_text = mistral.read_ministral3
-    else:
+    text, names, norm = c.text_part()
+    text.refuse_unless("model_type", "mistral", *READ_TEXT)
+    read_text = READ_TEXT.get(text.raw.get("model_type", ""), mistral.read)
+    if read_text is mistral.read:
         text = text.with_defaults(**DEFAULTS)
-    is_tied = c.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings"))
-    config = read_text(text, names=names, norm=text.rms_norm(norm), tie_word_embeddings=is_tied)
+    config = read_text(text, names=names, norm=text.rms_norm(norm))
     return replace(config, vision=_vision(c, config.hidden_size, config.norm.eps))
 
 

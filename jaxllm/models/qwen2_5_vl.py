@@ -31,7 +31,7 @@ def read(c: ConfigReader) -> ModelConfig:
     # Released checkpoints have the text model's values outside, those that transformers 5 saves in a part of their own.
     text = (c.within("text_config") if "text_config" in c.raw else c).with_defaults(**DEFAULTS)
     is_tied = c.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings"))
-    config = qwen2.read(text, names=Names(ignored=(VISUAL,)), tie_word_embeddings=is_tied)
+    config = qwen2.read(text, names=Names(is_part=True), tie_word_embeddings=is_tied)
     if config.attentions[0].rope is None or config.attentions[0].rope.sections is None:
         c.faults.append("mrope_section of rope_scaling is missing")
     return replace(config, vision=_vision(c, config.hidden_size))

@@ -26,11 +26,10 @@ AUDIO_DEFAULTS = {
 
 
 def read(c: ConfigReader) -> ModelConfig:
-    text, names, norm = c.text_part(TOWER, PROJECTOR)
+    text, names, norm = c.text_part()
     text.refuse_unless("model_type", "qwen2")
     text = text.with_defaults(**TEXT_DEFAULTS)
-    is_tied = c.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings"))
-    config = qwen2.read(text, names=names, norm=text.rms_norm(norm), tie_word_embeddings=is_tied)
+    config = qwen2.read(text, names=names, norm=text.rms_norm(norm))
     tokens = AudioTokens(
         token_id=c.count("audio_token_id", c.count("audio_token_index", 151646)),
         placeholder="<|audio_bos|><|AUDIO|><|audio_eos|>",

@@ -4,13 +4,14 @@ Sources: arXiv:2412.06464, arXiv:2505.06708.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, GatedDeltaNet, Names, Norm
+from jaxllm.model_parts import MLP, GatedDeltaNet, Layer, MoE, Names, Norm
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.qwen_moe import read_moe, with_experts
 
-NAMES = Names(ignored=("mtp.",), unquantized=("linear_attn.in_proj_ba",))
+NAMES = Names(ignored=("mtp.",), next_token="mtp", unquantized=("linear_attn.in_proj_ba",))
 """The fp8 checkpoints keep in_proj_ba plain too: it is small, and exponentials of its outputs decay the states."""
 KINDS = {"linear_attention": True, "full_attention": False}
 """Whether a layer has linear attention, by its entry in layer_types."""
@@ -26,25 +27,36 @@ def read(c: ConfigReader) -> ModelConfig:
         num_experts_per_tok=10,
         norm_topk_prob=True,
     )
+    layers, max_position = hybrid_layers(c, c.mlp(), linear_attention(c))
+    # Released checkpoints have a layer for multi-token prediction without saying so.
+    num_spare = c.count("num_nextn_predict_layers", 1)
+    fields = {"norm": offset_norm(c, "model.norm"), "names": NAMES, "num_spare_layers": num_spare}
+    return c.decoder(with_experts(c, layers, gated_moe(c)), max_position, **fields)
+
+
+def hybrid_layers(c: ConfigReader, mlp: MLP | MoE, linear: GatedDeltaNet) -> tuple[list[Layer], int]:
+    """Layers of both kinds with this MLP, and the longest sequence."""
     c.refuse_unless("hidden_act", "silu")
     rope, max_position = c.positions()
     bias = c.boolean("attention_bias")
-    norms = (_norm(c, "self_attn.q_norm"), _norm(c, "self_attn.k_norm"))
+    norms = (offset_norm(c, "self_attn.q_norm"), offset_norm(c, "self_attn.k_norm"))
     attention = replace(c.attention(rope), bias=bias, out_bias=bias, head_norms=norms, gated=True)
-    linear = _linear_attention(c)
-    shared = MLP(c.integer("shared_expert_intermediate_size", 512), name="mlp.shared_expert")
-    moe = read_moe(c, 512, shared=shared, shared_gate="shared_expert_gate")
     every = c.integer("full_attention_interval", 4)
     kinds = c.layer_kinds(KINDS, lambda layer: (layer + 1) % every != 0)
     if all(kinds):
         c.faults.append("layer_types has linear_attention alone, supported: with at least one layer of full_attention")
-    layer = c.pre_norm_layer(attention, c.mlp())
-    layer = replace(layer, attention_norm=_norm(c, "input_layernorm"), mlp_norm=_norm(c, "post_attention_layernorm"))
-    layers = with_experts(c, [replace(layer, attention=linear) if is_linear else layer for is_linear in kinds], moe)
-    return c.decoder(layers, max_position, norm=_norm(c, "model.norm"), names=NAMES)
+    norms_of_layer = (offset_norm(c, "input_layernorm"), offset_norm(c, "post_attention_layernorm"))
+    return [Layer(linear if is_linear else attention, mlp, *norms_of_layer) for is_linear in kinds], max_position
 
 
-def _linear_attention(c: ConfigReader) -> GatedDeltaNet:
+def gated_moe(c: ConfigReader) -> MoE:
+    """Experts beside a shared one, whose result is gated."""
+    shared = MLP(c.integer("shared_expert_intermediate_size", 512), name="mlp.shared_expert")
+    return read_moe(c, 512, shared=shared, shared_gate="shared_expert_gate")
+
+
+def linear_attention(c: ConfigReader, **fields: Any) -> GatedDeltaNet:
+    """fields: of the part, in place of Qwen 3 Next's."""
     key_heads, value_heads = c.integer("linear_num_key_heads", 16), c.integer("linear_num_value_heads", 32)
     if value_heads % key_heads:
         c.faults.append(f"linear_num_key_heads is {key_heads}, must divide linear_num_value_heads, which is {value_heads}")
@@ -55,8 +67,10 @@ def _linear_attention(c: ConfigReader) -> GatedDeltaNet:
         c.integer("linear_value_head_dim", 128),
         c.integer("linear_conv_kernel_dim", 4),
         c.rms_norm("linear_attn.norm"),
+        **fields,
     )
 
 
-def _norm(c: ConfigReader, name: str) -> Norm:
+def offset_norm(c: ConfigReader, name: str) -> Norm:
+    """A norm whose weight is stored from zero."""
     return c.rms_norm(name, weight_offset=1.0)

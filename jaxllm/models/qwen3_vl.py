@@ -42,14 +42,12 @@ def read_moe(c: ConfigReader) -> ModelConfig:
 
 def _text(c: ConfigReader, **defaults: Any) -> tuple[ConfigReader, dict[str, Any]]:
     """The reader of the text model, and fields that are not in its part of the config."""
-    text, names, norm = c.text_part(VISUAL, prefix="model.language_model", head="lm_head")
+    text, names, norm = c.text_part("model.language_model", "lm_head")
     text = text.with_defaults(**DEFAULTS, **defaults)
     rope = text.raw.get("rope_scaling") or text.raw.get("rope_parameters") or {}
     if isinstance(rope, dict):
         text = text.with_values(rope_scaling={**ROPE, **rope})
-    # Whether the head is tied stands outside of the text model's part.
-    is_tied = c.boolean("tie_word_embeddings")
-    return text, {"names": names, "norm": text.rms_norm(norm), "tie_word_embeddings": is_tied}
+    return text, {"names": names, "norm": text.rms_norm(norm)}
 
 
 def _seeing(c: ConfigReader, text: ModelConfig) -> ModelConfig:

@@ -5,6 +5,7 @@ too.
 """
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import operator
@@ -14,15 +15,23 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, ModelLoadError, shortened
 from jaxllm.model_config import ModelConfig
+from jaxllm.models import text_part
 from jaxllm.models.config_reader import ConfigReader
 
 Read = Callable[[ConfigReader], ModelConfig]
 
 FAMILIES = {
+    "AfmoeForCausalLM": ("afmoe", "jaxllm.models.afmoe:read"),
+    "ApertusForCausalLM": ("apertus", "jaxllm.models.apertus:read"),
+    "BailingMoeV2ForCausalLM": ("bailing_moe", "jaxllm.models.bailing:read"),
+    "BertForSequenceClassification": ("bert", "jaxllm.models.bert:read"),
+    "BertModel": ("bert", "jaxllm.models.bert:read"),
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
     "CohereForCausalLM": ("cohere", "jaxllm.models.cohere:read"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "jaxllm.models.deepseek:read_v2"),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", "jaxllm.models.deepseek:read_v32"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "jaxllm.models.deepseek:read_v3"),
+    "Dots1ForCausalLM": ("dots1", "jaxllm.models.dots1:read"),
     "Ernie4_5ForCausalLM": ("ernie4_5", "jaxllm.models.ernie:read"),
     "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "jaxllm.models.ernie_moe:read"),
     "Exaone4ForCausalLM": ("exaone4", "jaxllm.models.exaone4:read"),
@@ -33,19 +42,34 @@ FAMILIES = {
     "GemmaForCausalLM": ("gemma", "jaxllm.models.gemma:read"),
     "Glm4ForCausalLM": ("glm4", "jaxllm.models.glm:read_glm4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "jaxllm.models.glm4_moe:read"),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", "jaxllm.models.glm4_moe:read_lite"),
     "GlmForCausalLM": ("glm", "jaxllm.models.glm:read"),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "jaxllm.models.glm4_moe:read_dsa"),
     "GptOssForCausalLM": ("gpt_oss", "jaxllm.models.gpt_oss:read"),
     "GraniteForCausalLM": ("granite", "jaxllm.models.granite:read"),
     "GraniteMoeForCausalLM": ("granitemoe", "jaxllm.models.granite_moe:read"),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", "jaxllm.models.granite_hybrid:read"),
+    "HYV3ForCausalLM": ("hy_v3", "jaxllm.models.hy3:read"),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", "jaxllm.models.hunyuan:read"),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe", "jaxllm.models.hunyuan:read_moe"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
+    "LagunaForCausalLM": ("laguna", "jaxllm.models.laguna:read"),
+    "Lfm2ForCausalLM": ("lfm2", "jaxllm.models.lfm2:read"),
+    "Lfm2MoeForCausalLM": ("lfm2_moe", "jaxllm.models.lfm2:read_moe"),
     "Llama4ForCausalLM": ("llama4_text", "jaxllm.models.llama4:read"),
     "Llama4ForConditionalGeneration": ("llama4", "jaxllm.models.llama4:read"),
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
+    "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "jaxllm.models.mimo:read"),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "jaxllm.models.minimax:read"),
     "Ministral3ForCausalLM": ("ministral3", "jaxllm.models.mistral:read_ministral3"),
     "Mistral3ForConditionalGeneration": ("mistral3", "jaxllm.models.mistral3:read"),
+    "Mistral4ForCausalLM": ("mistral4", "jaxllm.models.mistral:read_mistral4"),
     "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
     "MixtralForCausalLM": ("mixtral", "jaxllm.models.mixtral:read"),
+    "ModernBertForSequenceClassification": ("modernbert", "jaxllm.models.modernbert:read"),
+    "ModernBertModel": ("modernbert", "jaxllm.models.modernbert:read"),
+    "NemotronHForCausalLM": ("nemotron_h", "jaxllm.models.nemotron_h:read"),
     "OPTForCausalLM": ("opt", "jaxllm.models.opt:read"),
     "Olmo2ForCausalLM": ("olmo2", "jaxllm.models.olmo:read"),
     "Olmo3ForCausalLM": ("olmo3", "jaxllm.models.olmo:read_olmo3"),
@@ -53,22 +77,36 @@ FAMILIES = {
     "Phi3ForCausalLM": ("phi3", "jaxllm.models.phi3:read"),
     "PhiMoEForCausalLM": ("phimoe", "jaxllm.models.phimoe:read"),
     "PhimoeForCausalLM": ("phimoe", "jaxllm.models.phimoe:read"),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "jaxllm.models.qwen2_5_vl:read"),
     "Qwen2AudioForConditionalGeneration": ("qwen2_audio", "jaxllm.models.qwen2_audio:read"),
     "Qwen2ForCausalLM": ("qwen2", "jaxllm.models.qwen2:read"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "jaxllm.models.qwen_moe:read_qwen2_moe"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "jaxllm.models.qwen2_5_vl:read"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "jaxllm.models.qwen3_5:read"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "jaxllm.models.qwen3_5:read"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "jaxllm.models.qwen3_5:read_moe"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "jaxllm.models.qwen3_5:read_moe"),
     "Qwen3ForCausalLM": ("qwen3", "jaxllm.models.qwen3:read"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "jaxllm.models.qwen_moe:read_qwen3_moe"),
     "Qwen3NextForCausalLM": ("qwen3_next", "jaxllm.models.qwen3_next:read"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "jaxllm.models.qwen3_vl:read"),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "jaxllm.models.qwen3_vl:read_moe"),
+    "RobertaForSequenceClassification": ("roberta", "jaxllm.models.bert:read_roberta"),
+    "RobertaModel": ("roberta", "jaxllm.models.bert:read_roberta"),
+    "SarvamMoEForCausalLM": ("sarvam_moe", "jaxllm.models.bailing:read_sarvam"),
     "SeedOssForCausalLM": ("seed_oss", "jaxllm.models.seed_oss:read"),
     "SmolLM3ForCausalLM": ("smollm3", "jaxllm.models.smollm3:read"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "jaxllm.models.idefics3:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
     "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
+    "XLMRobertaForSequenceClassification": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
+    "XLMRobertaModel": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
+
+CLASSIFIER = "ForSequenceClassification"
+"""How the architectures of classifiers end."""
+TEXT_MODEL_TYPES = {"kimi_k2": "DeepseekV3ForCausalLM"}
+"""Further model_types of a `text_config`, by the architecture whose names and values these are."""
 
 _LONGEST_NAME = 100
 """Characters of an unknown name that are compared with those of the known."""
@@ -84,23 +122,62 @@ def architectures() -> list[str]:
 def find(raw: Mapping[str, Any], source: object, model_class: str | None = None) -> tuple[str, Read, bool]:
     """The architecture of a config.json, the function that reads it, and whether the model has a head.
 
-    `Qwen3Model` is `Qwen3ForCausalLM` without one, `Qwen3VLModel` is `Qwen3VLForConditionalGeneration`. model_class: module:name of the
-    function, or of what has it as `read`.
+    `Qwen3Model` is `Qwen3ForCausalLM` without one, as is `Qwen3ForSequenceClassification`, which has another head; `Qwen3VLModel` is
+    `Qwen3VLForConditionalGeneration`, and `BertForMaskedLM` is `BertModel`. Of an unknown architecture whose `text_config` is of a known
+    one, the text model is read. model_class: module:name of the function, or of what has it as `read`.
     Raises ModelLoadError, which names `source`, for an unknown architecture; ConfigError for a model_class that cannot be used.
     """
+    name = _name(raw)
+    if (found := _found(raw, name, model_class)) is not None:
+        return found
+    told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
+    model_type = str(raw.get("model_type", ""))
+    raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
+
+
+def is_known(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that can be loaded, or its text model is."""
+    return _found(raw, _name(raw)) is not None
+
+
+def _name(raw: Mapping[str, Any]) -> str:
+    """The architecture that a config.json names; empty: it names none."""
     by_model_type = {model_type: name for name, (model_type, _) in FAMILIES.items()}
     model_type = str(raw.get("model_type", ""))
     names = raw.get("architectures") or [by_model_type.get(model_type, model_type)]
-    name = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
-    whole = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
+    return names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
+
+
+def _found(raw: Mapping[str, Any], name: str, model_class: str | None = None) -> tuple[str, Read, bool] | None:
+    """What `find` returns; None: nothing reads this architecture."""
+    kind = next((kind for kind in ("Model", CLASSIFIER) if name.endswith(kind)), None)
+    whole = name if kind is None else f"{name.removesuffix(kind)}ForCausalLM"
     if model_class is not None:
         return whole, _imported(model_class), name == whole
     seeing = f"{name.removesuffix('Model')}ForConditionalGeneration" if name.endswith("Model") else name
-    for architecture in dict.fromkeys((name, whole, seeing)):
+    bare = re.sub("ForMaskedLM$", "Model", name)
+    for architecture in dict.fromkeys((name, whole, seeing, bare)):
         if (read := _read_function(architecture)) is not None:
             return architecture, read, architecture == name
-    told = f"the unknown architecture {shortened(name)}" if name else "no architecture"
-    raise ModelLoadError(f"{source} has {told}; {_known(name[:_LONGEST_NAME], model_type[:_LONGEST_NAME])}")
+    if name.endswith(("ForConditionalGeneration", "ForCausalLM", "Model")) and (read := _of_text_part(raw)) is not None:
+        return name, read, not name.endswith("Model")
+    return None
+
+
+def _of_text_part(raw: Mapping[str, Any]) -> Read | None:
+    """What reads the text model of a config.json of several models; None: it has none, or one that is not known."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return None
+    by_model_type = {
+        model_type: name for name, (model_type, _) in FAMILIES.items() if not name.endswith("ForConditionalGeneration")
+    }
+    named, model_type = text.get("architectures") or [None], text.get("model_type")
+    of_type = (by_model_type | TEXT_MODEL_TYPES).get(model_type) if isinstance(model_type, str) else None
+    for architecture in (named[0] if isinstance(named, list) else None, of_type):
+        if isinstance(architecture, str) and (read := _read_function(architecture)) is not None:
+            return functools.partial(text_part.read, read_text=read)
+    return None
 
 
 def _known(name: str, model_type: str) -> str:
@@ -116,7 +193,7 @@ def _known(name: str, model_type: str) -> str:
 
 
 def _stem(architecture: str) -> str:
-    return re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration|Model)$", "", architecture).lower()
+    return re.sub(f"(ForCausalLM|LMHeadModel|ForConditionalGeneration|{CLASSIFIER}|Model)$", "", architecture).lower()
 
 
 def _likeness(name: str, other: str) -> float:

@@ -18,6 +18,7 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "latent": None,
     "gate_up": None,
     "kv": None,
+    "activation": None,
     "kernel": None,
     "position": None,
     "groups": None,
@@ -33,6 +34,7 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "rank": None,
     "vision": None,
     "audio": None,
+    "class": None,
 }
 
 

@@ -12,6 +12,7 @@ OPS = (
     "expert_choice",
     "grouped_matmul",
     "gated_delta",
+    "state_space",
     "lora",
     "quantize",
     "segment_attention",
@@ -36,12 +37,14 @@ class Kernels:
     """Experts of a mixture."""
     gated_delta: str = "xla"
     """States of linear attention."""
+    state_space: str = "xla"
+    """States of Mamba-2."""
     lora: str = "xla"
     """The terms that adapters add to products."""
     quantize: str = ""
     """Quantisation of vectors for products with fp8 weights, fused with what is computed before; empty: plain JAX."""
     segment_attention: str = ""
-    """Between the patches of images, or the positions of audio."""
+    """Between the patches of images, the positions of audio, or the tokens of an encoder's prompts."""
     quantized_matmul: str = "xla"
     """Products with weights of linear layers in tiles."""
     interpret: bool = False
@@ -49,8 +52,8 @@ class Kernels:
 
     @property
     def attention(self) -> str:
-        """The implementation of attention: over keys and values, or where there are none, over latents."""
-        return self.paged_attention or self.mla_attention
+        """The implementation of attention: over keys and values, or where there are none, over latents, or in an encoder within prompts."""
+        return self.paged_attention or self.mla_attention or self.segment_attention
 
     @property
     def of_encoder(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.kernel_policy import KernelPolicy, platform_policy
 from jaxllm.layers import build
+from jaxllm.layers.build import Widened
 from jaxllm.model_config import ModelConfig, check_max_model_len
 from jaxllm.parallel.topology import ONE_DEVICE, Topology
 from jaxllm.runner.drafter import Drafter
@@ -98,6 +99,11 @@ class MemoryPlan:
         each = f", the same on each of {num_devices} devices" if num_devices > 1 else ""
         ranks = f" in each of {self.num_ranks} data-parallel ranks" if self.num_ranks > 1 else ""
         more = "; --kv-cache-memory-bytes makes it larger" if self.is_cut else ""
+        cache = (
+            f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
+            f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
+            f"of {self.max_model_len} tokens at once{ranks}{more}"
+        )
         states = f"  states    {_size(self.state_bytes)} ({self.num_rows} rows)"
         return "\n".join(
             [
@@ -105,9 +111,7 @@ class MemoryPlan:
                 f"  weights   {_size(self.weight_bytes)}",
                 f"  work      {_size(self.work_bytes)} (largest step)",
                 *([states] if self.state_bytes else []),
-                f"  KV cache  {_size(self.cache_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens, "
-                f"{self.num_cache_tokens} tokens, {self.num_cache_tokens / self.max_model_len:.1f} requests "
-                f"of {self.max_model_len} tokens at once{ranks}{more}",
+                cache if self.block_bytes else "  KV cache  none",
             ]
         )
 
@@ -191,13 +195,14 @@ def memory_plan(
     drafter: Drafter | None = None,
     layers: range | None = None,
     policy: KernelPolicy | None = None,
+    widened: Widened | None = None,
 ) -> MemoryPlan:
     """The plan for a config with platform defaults resolved. Known byte counts replace the estimates.
 
     drafter: its layers get caches behind the model's; weight_bytes counts its weights and states.
     layers: plan one stage of a pipeline, whose weights weight_bytes counts.
     device_bytes: plan for GPUs with so much memory instead of for this machine's devices.
-    policy: None for the platform's.
+    policy: None for the platform's. widened: as `estimate_work_bytes` takes it.
     """
     topology = Topology.of(config.parallel)
     on_gpu = device_bytes is not None or jax.default_backend() != "cpu"
@@ -210,7 +215,7 @@ def memory_plan(
     num_queries, num_features = (1, 0) if drafter is None else (1 + drafter.num_drafts, len(drafter.feature_layers))
     if work_bytes is None:
         policy = policy or platform_policy(on_gpu=on_gpu)
-        work_bytes = estimate_work_bytes(config, model, policy, width=num_queries, num_features=num_features)
+        work_bytes = estimate_work_bytes(config, model, policy, width=num_queries, num_features=num_features, widened=widened)
     cache = whole_cache(config, model, drafter)
     if layers is not None:
         cache = cache.of_layers(layers)
@@ -291,11 +296,18 @@ def countable_blocks(num_blocks: int, values_per_block: int, itemsize: int) -> i
 
 
 def estimate_work_bytes(
-    config: EngineConfig, model: ModelConfig, policy: KernelPolicy, *, width: int = 1, num_features: int = 0
+    config: EngineConfig,
+    model: ModelConfig,
+    policy: KernelPolicy,
+    *,
+    width: int = 1,
+    num_features: int = 0,
+    widened: Widened | None = None,
 ) -> int:
     """Temporary memory of the largest step, a little too much rather than too little.
 
-    width: most tokens that a row samples. num_features: hidden states of each token that a drafter takes.
+    width: most tokens that a row samples. num_features: hidden states of each token that a drafter takes. widened: the weights that
+    products make whole, if kernels do what they are chosen for; None: all that may be.
     """
     scheduler, topology = config.scheduler, Topology.of(config.parallel)
     size = topology.tensor
@@ -303,12 +315,13 @@ def estimate_work_bytes(
     itemsize = jnp.dtype(model.dtype).itemsize
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
     per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
-    widened = 0  # weights of a layer, which a step with many tokens computes so
-    if model.widens_in_products:  # two at a time: XLA may begin with one while another is computed with
-        widened = 2 * widest * model.hidden_size * itemsize // size
-    if model.mixtures and (model.has_packed_experts or model.widens_in_products):
+    widened = widened or Widened(*(model.widens_in_products,) * 2)
+    widened_bytes = 0  # of weights of a layer, which a step with many tokens computes so
+    if widened.linears:  # two at a time: XLA may begin with one while another is computed with
+        widened_bytes = 2 * widest * model.hidden_size * itemsize // size
+    if model.mixtures and (model.has_packed_experts or widened.experts):
         values = max(3 * len(part.slots) * part.width for part in model.mixtures) * model.hidden_size
-        widened = max(widened, values * itemsize // max(size, topology.expert))
+        widened_bytes = max(widened_bytes, values * itemsize // max(size, topology.expert))
     max_rows = scheduler.max_num_seqs
     sampling = 6 * 4 * max(max_rows, min(max_rows, policy.max_draft_rows) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
@@ -317,9 +330,9 @@ def estimate_work_bytes(
     waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology, policy)
     largest = -(-num_tokens // topology.context) * per_token * itemsize
     if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts
-        attended = max(layer.attention.values_per_token for layer in set(model.layers))
+        attended = max(layer.attention.values_per_token for layer in set(model.layers) if layer.attention is not None)
         largest += num_tokens * (2 * attended // size + model.hidden_size) * itemsize
-    return int(1.25 * (largest + sampling + states)) + widened + waiting + (64 << 20)
+    return int(1.25 * (largest + sampling + states)) + widened_bytes + waiting + (64 << 20)
 
 
 def entering_bytes(model: ModelConfig, num_tokens: int, num_stages: int) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxllm.cache_spec import LayerPlace
 from jaxllm.layers.attend import LatentProjection, Projection
+from jaxllm.layers.prompt_attention import attend_in_prompts
 from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.token_split import TokenSplit
@@ -47,6 +48,8 @@ class PagedContext:
     """Devices that split tokens: the caches are this one's parts, projections and outputs are of its share of the tokens."""
     later: Later | None = None
     """The later tokens of the step that tokens see too; None: attention is causal."""
+    segment_T: jax.Array | None = None
+    """In a step of an encoder: the prompt of each token, as `attend_in_prompts` takes it; None: attention is over the cache."""
 
     def __call__(
         self,
@@ -59,6 +62,13 @@ class PagedContext:
         sinks_KG: jax.Array | None = None,
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
+        if self.segment_T is not None:
+            assert soft_cap is None and sinks_KG is None, "no encoder has them"
+            kernel: dict[str, Any] = {
+                "implementation": self.kernels.segment_attention or "xla",
+                "interpret": self.kernels.interpret,
+            }
+            return attend_in_prompts(projection, self.segment_T, scale=scale, window=window, **kernel)
         place, table = self._find(layer)
         k_pages, v_pages = (self.caches[index] for index in place.arrays)
         if k_pages.dtype.itemsize > 1:

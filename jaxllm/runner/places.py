@@ -11,7 +11,7 @@ from jaxllm.cache_spec import CacheLayout, LayerPlace
 from jaxllm.kernel_policy import ALIKE, KernelPolicy
 from jaxllm.layers.linear import multiply_tiles
 from jaxllm.layers.row_states import Spans, StateRows
-from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta
+from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta, state_space
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
@@ -197,6 +197,7 @@ def make_step(
         attend_to_latents=context.attend_to_latents,
         states=context,
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
+        state_space=partial(state_space, implementation=kernels.state_space, interpret=kernels.interpret),
         multiply=partial(multiply_tiles, implementation=kernels.quantized_matmul, interpret=kernels.interpret),
         entering_TD=entering_TD,
         exchange=exchange,

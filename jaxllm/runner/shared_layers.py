@@ -60,7 +60,7 @@ class SharedLayers:
             return block(runs, next_norm, step)
         graph, state = nnx.split((block, next_norm))
         weights, structure = jax.tree.flatten(state)
-        place = self.context.places[block.attention.layer]
+        place = self.context.places[block.layer]
         indices = [index for layer in block.kept_layers for index in self.context.places[layer].arrays]
         kept = [self.context.caches[index] for index in indices]
         table = None if place.group is None else self.context.tables[place.group]

@@ -1,6 +1,5 @@
 """Manages all blocks of the KV cache: allocation, lookup by content, and eviction. Independent of requests."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -87,12 +86,14 @@ class BlockPool:
         return blocks
 
     def _report_eviction(self, blocks: Iterable[KVCacheBlock], evicting: Callable[[Sequence[KVCacheBlock]], None]) -> None:
-        last = {block.block_hash: block for block in blocks if block.block_hash is not None}
-        going = Counter(block.block_hash for block in blocks)
+        going = {block.block_hash: block for block in blocks if block.block_hash is not None}
+        if not going:
+            return
+        ids = {block.block_id for block in blocks}
         leaving = []
-        for name, block in last.items():
+        for name, block in going.items():
             present = self._cached[name]
-            if going[name] == (len(present) if isinstance(present, dict) else 1):
+            if not isinstance(present, dict) or present.keys() <= ids:
                 leaving.append(block)
         if leaving:
             evicting(leaving)

@@ -19,6 +19,9 @@ class TierStep(NamedTuple):
     """Loads that are over, with whether each block has its content: the ops that wrote it were in earlier plans."""
 
 
+NOTHING = TierStep()
+
+
 class CacheTier(Protocol):
     """A store of block contents by name (`block_hash`). The step loop's thread calls all methods, and none may wait, but for `wait` and
     `wait_for_stores`.

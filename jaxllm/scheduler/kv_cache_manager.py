@@ -387,7 +387,7 @@ class KVCacheManager:
                         self._store_filter.note_computed(request, index, block)
         if self.loading is not None:
             new = range(table.num_published, num_full)
-            self._keep(request, [group.blocks[index] for index in new for group in table.groups if index >= group.num_expired])
+            self._keep(request, (group.blocks[index] for index in new for group in table.groups if index >= group.num_expired))
         table.num_published = max(table.num_published, num_full)
 
     def publish_loaded(self, request: Request, loaded: Iterable[tuple[KVCacheBlock, bytes]]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
-from jaxllm.scheduler.cache_tier import CacheTier, KeepingTier
+from jaxllm.scheduler.cache_tier import NOTHING, CacheTier, KeepingTier
 from jaxllm.scheduler.prefix_states import is_of_states
 from jaxllm.scheduler.store_filter import StoreFilter
 from jaxllm.scheduler.storing import Storing
@@ -94,35 +94,44 @@ class Loading:
 
     # Steps
 
-    def begin_step(self, step_id: int, done_step_id: int) -> None:
-        """A step is about to be planned: process what has arrived."""
+    def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False) -> None:
+        """A step is about to be planned: process what has arrived. others_run: whether any request runs."""
         now = time.monotonic()
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now
         self._ops = []
-        copies = {(copy.tier, copy.load_id): (load, copy) for load in self._loads.values() for copy in load.copies}
         for tier in self._tiers:
             found = tier.begin_step(step_id, done_step_id)
-            self._ops += found.ops
-            for load_id, is_right in found.loaded:
-                load, copy = copies.pop((tier, load_id))
-                self._end_copy(load, copy, is_right)
-        for load, copy in copies.values():
-            if self._seconds >= copy.deadline:
-                copy.tier.cancel(copy.load_id)
-                self._end_copy(load, copy, [False] * len(copy.blocks))
+            if found is not NOTHING:
+                self._ops += found.ops
+                self._end_loaded(tier, found.loaded)
+        if self._loads:
+            self._end_late()
+        # Where nothing else needs blocks, loads store what they evict themselves, and are not held up by more.
+        self._ops += self._storing.begin_step(stores_cold=others_run or not self._loads)
+
+    def _end_loaded(self, tier: CacheTier, loaded: Iterable[tuple[int, Sequence[bool]]]) -> None:
+        copies = {copy.load_id: (load, copy) for load in self._loads.values() for copy in load.copies if copy.tier is tier}
+        for load_id, is_right in loaded:
+            self._end_copy(*copies[load_id], is_right)
+
+    def _end_late(self) -> None:
+        """Give up what takes too long."""
         for load in self._loads.values():
+            for copy in list(load.copies):
+                if self._seconds >= copy.deadline:
+                    copy.tier.cancel(copy.load_id)
+                    self._end_copy(load, copy, [False] * len(copy.blocks))
             if load.left and not load.copies and self._seconds >= load.deadline:
                 load.request.loads_blocks = False
                 load.stop()
-        self._ops += self._storing.begin_step()
 
     def take_ops(self) -> list[AnyDeviceOp]:
         """Take the operations for tiers in the step that is being planned, once it is."""
         self._ops += self._storing.end_step()
         # Those that begin copies at once come before those whose programs take the host's time to launch.
-        ops = [op for tier in self._tiers for op in tier.end_step()] + self._ops
-        self._ops = []
+        ops = [op for tier in self._tiers for op in tier.end_step()] if self._loads else []
+        ops, self._ops = [*ops, *self._ops], []
         return ops
 
     def _end_copy(self, load: _Load, copy: _Copy, is_right: Iterable[bool]) -> None:
@@ -271,8 +280,10 @@ class Loading:
         """How many of the next `count` free blocks can be taken with no loss: tiers have their contents, or store them in this step."""
         if not count:
             return 0
-        self._ops += self._storing.store_ahead(count)
         blocks = self._manager.pool.next_free(count)
+        if not self._storing.unstored(blocks):
+            return count
+        self._ops += self._storing.store_ahead(count)
         lost = self._storing.unstored(blocks)
         return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 

@@ -321,7 +321,8 @@ class Scheduler:
             for room in self.chunk_rooms:
                 room.begin_step(decodes=decodes)
         if self.cache_manager.loading is not None:
-            self.cache_manager.loading.begin_step(self._step_id + 1, self._done_step_id)
+            loading = self.cache_manager.loading
+            loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running))
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders)
@@ -564,6 +565,7 @@ class Scheduler:
             pooling_params=request.pooling_params,
             adapter_slot=NO_ADAPTER if request.adapter is None else request.adapter.slot,
             items=tuple(msgspec.structs.replace(item, payload=b"") for item in request.spec.items),
+            second_text_start=request.spec.second_text_start,
         )
 
     def _note_admission(self, request: Request, data: NewRequestData) -> None:
@@ -668,7 +670,7 @@ class Scheduler:
         """Record how long a step took that began when the step before it ended."""
         if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
-        if self.cache_manager.loading is not None:
+        if self.cache_manager.loading is not None and plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
             self.cache_manager.loading.note_step(plan.num_tokens, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:

@@ -30,12 +30,15 @@ class Storing:
         self._num_cold = max((tier.num_cold for tier in tiers), default=0)
         pool.evicting = self._note_eviction
 
-    def begin_step(self) -> list[AnyDeviceOp]:
-        """A step is about to be planned. Returns the operations that store cold contents."""
-        self._leaving.clear()
-        self._used.clear()
-        if self._num_cold and self._pool.num_allocated - self._num_allocated >= _COLD_PART * self._num_cold:
-            return self.store_ahead()
+    def begin_step(self, *, stores_cold: bool) -> list[AnyDeviceOp]:
+        """A step is about to be planned. Returns the operations that store cold contents, if it is time for that and wanted."""
+        if self._leaving:  # of a step that could not be planned
+            self._leaving.clear()
+            self._used.clear()
+        num_allocated = self._pool.num_allocated
+        if stores_cold and self._num_cold and num_allocated - self._num_allocated >= _COLD_PART * self._num_cold:
+            self._num_allocated = num_allocated
+            return self.store_ahead(self._num_cold)
         return []
 
     def end_step(self) -> list[AnyDeviceOp]:
@@ -48,16 +51,13 @@ class Storing:
         self._used.clear()
         return ops
 
-    def store_ahead(self, num_more: int = 0) -> list[AnyDeviceOp]:
-        """Offer tiers the contents that are evicted soon, so that much is copied at a time, and little when blocks are needed. num_more:
-        blocks that loads need in addition to steps."""
-        self._num_allocated = self._pool.num_allocated
-        ops: list[AnyDeviceOp] = []
-        for tier in self._tiers:
-            if offered := self._offered(self._pool.cold(tier.num_cold + num_more)):
-                used = {name for name, block in offered.items() if block.num_hits}
-                ops += tier.store_ahead([block.block_id for block in offered.values()], list(offered), used)
-        return ops
+    def store_ahead(self, count: int) -> list[AnyDeviceOp]:
+        """Offer tiers the contents of the next `count` free blocks, so that much is copied at a time, and little when blocks are needed."""
+        if not (offered := self._offered(self._pool.cold(count))):
+            return []
+        ids, names = [block.block_id for block in offered.values()], list(offered)
+        used = {name for name, block in offered.items() if block.num_hits}
+        return [op for tier in self._tiers for op in tier.store_ahead(ids, names, used)]
 
     def unstored(self, blocks: Iterable[KVCacheBlock]) -> set[bytes]:
         """The contents of blocks that tiers are to store and have not."""

@@ -60,7 +60,7 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
         raise ConfigError("speculative_config: this model writes no tokens; leave speculative_config out")
     if target.attends_to_audio:
         raise ConfigError(f"speculative_config: {target.architecture} has no drafts here; leave speculative_config out")
-    if any(isinstance(spec, RowState) and not spec.keeps_inputs for spec in cache_specs(target, num_drafts=1)):
+    if any(isinstance(spec, RowState) and spec.arrays and not spec.keeps_inputs for spec in cache_specs(target, num_drafts=1)):
         raise ConfigError(
             f"speculative_config: {target.architecture} has layers whose states by row cannot drop a wrong draft; leave "
             "speculative_config out"

@@ -23,25 +23,30 @@ from jaxllm.layers.step import Step
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Layer, MoE, Norm
+from jaxllm.model_parts import Attention, LatentAttention, Layer, MoE
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
 from jaxllm.speculative.predictor import HiddenStateDrafter
 
+_BEHIND = {"embedding": "enorm", "hidden": "hnorm", "joined": "eh_proj", "last": "shared_head.norm"}
+_APART = {"embedding": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "joined": "fc", "last": "norm"}
+"""Names of what stands around the layer: of a further layer of the target, in which they are; and behind `Names.next_token`."""
+
 
 class NextTokenLayer(nnx.Module):
-    """A layer like the target's last, with norms of what goes in and what comes out; embedding and head are the target's."""
+    """A layer like the target's last with attention, with norms of what goes in and what comes out; embedding and head are the target's."""
 
     def __init__(self, config: ModelConfig):
-        D, prefix, eps = config.hidden_size, f"{config.layer_name(0)}.", config.norm.eps
+        D, apart = config.hidden_size, config.names.next_token
+        prefix, names = (f"{config.layer_name(0)}.", _BEHIND) if apart is None else (f"{apart}.", _APART)
         self.token_ids = nnx.data(None)
 
-        def norm(name: str) -> Normalization:
-            return Normalization(Norm(name, eps), D, "embed", config.dtype, prefix=prefix)
+        def norm(part: str) -> Normalization:
+            return Normalization(replace(config.norm, name=names[part]), D, "embed", config.dtype, prefix=prefix)
 
-        self.embedding_norm, self.hidden_norm, self.norm = norm("enorm"), norm("hnorm"), norm("shared_head.norm")
-        module = Module(f"{prefix}eh_proj", (D,))
+        self.embedding_norm, self.hidden_norm, self.norm = norm("embedding"), norm("hidden"), norm("last")
+        module = Module(f"{prefix}{names['joined']}", (D,))
         self.joined = Linear("td,dh->th", (2 * D, D), ("embed", "embed"), config.dtype, modules=[module])
         self.block = DecoderBlock(config, 0)
         take_formats(config, self.block)
@@ -79,7 +84,8 @@ def make(directory: Path, target: ModelConfig, *, num_expert_devices: int = 1, *
     whole experts are distributed to. Raises ConfigError."""
     if not target.num_spare_layers:
         raise ConfigError(
-            f"{directory} ({target.architecture}) has no layers for multi-token prediction (num_nextn_predict_layers in config.json); "
+            f"{directory} ({target.architecture}) has no layers for multi-token prediction (num_nextn_predict_layers or "
+            "mtp_num_hidden_layers in config.json); "
             "choose another method than mtp"
         )
     if fields.get("load_format") == "orbax":
@@ -91,11 +97,14 @@ def make(directory: Path, target: ModelConfig, *, num_expert_devices: int = 1, *
 def _config(target: ModelConfig, num_expert_devices: int) -> ModelConfig:
     """One layer, the first behind the target's; all other tensors of the checkpoint are ignored."""
     names, first = target.names, target.num_layers
-    others = [f"{target.layer_name(i)}." for i in range(first + target.num_spare_layers) if i != first]
-    shared = [f"{target.layer_name(first)}.{name}." for name in ("embed_tokens", "shared_head.head")]
+    layer = target.layer_name(first) if names.next_token is None else f"{names.next_token}.layers.0"
+    others = [f"{target.layer_name(i)}." for i in range(first + target.num_spare_layers) if target.layer_name(i) != layer]
+    shared = [f"{layer}.{name}." for name in ("embed_tokens", "shared_head.head")]
     outside = [f"{name}." for name in (names.embedding, names.head, target.norm.name)]
-    names = replace(names, layer=target.layer_name(first), ignored=(*names.ignored, *others, *shared, *outside))
-    return replace(target, layers=(_without_copies(target.layers[-1], num_expert_devices),), names=names, num_spare_layers=0)
+    names = replace(names, layer=layer, ignored=(*names.ignored, *others, *shared, *outside))
+    # A layer with linear attention is not what predicts, wherever it stands in the target.
+    like = next(each for each in reversed(target.layers) if isinstance(each.attention, (Attention, LatentAttention)))
+    return replace(target, layers=(_without_copies(like, num_expert_devices),), names=names, num_spare_layers=0)
 
 
 def _without_copies(layer: Layer, num_devices: int) -> Layer:

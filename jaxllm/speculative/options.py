@@ -30,6 +30,7 @@ ALIASES: Mapping[str, Method] = {
     "deepseek_mtp": "mtp",
     "glm4_moe_mtp": "mtp",
     "qwen3_next_mtp": "mtp",
+    "qwen3_5_mtp": "mtp",
 }
 """Other names of methods in vLLM."""
 NEED_MODEL: Mapping[str, str] = {
@@ -216,7 +217,7 @@ def _method(given: Mapping[str, Any], read_config: Callable[[str | None, str | N
         return typing.cast("Method", method)
     if method in METHODS_ELSEWHERE or method.endswith("_mtp"):
         reason = METHODS_ELSEWHERE.get(
-            method, "layers for multi-token prediction are read from checkpoints of DeepSeek-V3 and GLM-4.5"
+            method, "layers for multi-token prediction are read from checkpoints of DeepSeek-V3, GLM-4.5 and Qwen 3.5"
         )
         raise _error(f"method {method!r} is not supported: {reason}; {_METHODS_TEXT}")
     close = nearest(method, METHODS)
@@ -243,7 +244,9 @@ def _num_drafts(
     count = given.get("num_speculative_tokens")
     if count is None and method == "mtp":
         config = read_config(None, None)
-        count = next((config[name] for name in _NUM_MODULES if isinstance(config.get(name), int)), None)
+        text = config.get("text_config")
+        parts = (config, text) if isinstance(text, dict) else (config,)
+        count = next((part[name] for part in parts for name in _NUM_MODULES if isinstance(part.get(name), int)), None)
     if count is None:
         raise _error(f"num_speculative_tokens is missing: the most drafts of a step, 1 to {MAX_DRAFTS}; 3 to 5 are usual")
     if not 1 <= count <= MAX_DRAFTS:

@@ -17,13 +17,14 @@ from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kv_transfer import check_role
 from jaxllm.log import info_once
 from jaxllm.media import ProcessedMedia
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.request import EngineCoreRequest, Grammar
 from jaxllm.request_options import NO_OPTIONS, RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.served_model import ServedModel
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
+from jaxllm.text.pairs import UNCUT, PairCut, encode_pairs, second_start
 from jaxllm.text.prompt_media import KEYS as MEDIA_KEYS
 from jaxllm.text.prompt_media import PromptMedia, processed_in
 from jaxllm.text.tokenization import PLAIN, Tokenization, cut_images
@@ -50,10 +51,12 @@ class TokensPrompt(TextPrompt, total=False):
     """A prompt as token ids; its text, if given, is only reported back."""
 
     prompt_token_ids: list[int]
+    token_type_ids: list[int]
+    """For encoders: 0 for the tokens of a first text, 1 for those of a second one behind it; absent: all are 0."""
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "token_type_ids")
 _NOTHING_SAMPLED = SamplingParams(
     temperature=0.0, max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
 )
@@ -113,6 +116,8 @@ class InputProcessor:
         self._generates = model_config.generates
         self._pooling = model_config.pooling
         self._width = model_config.hidden_size
+        self.classifier = model_config.classifier
+        self._has_token_types = model_config.has_token_types
         self._max_logprobs = config.model.max_logprobs
         self._num_replicas = config.parallel.data_parallel_size
         self._policy = config.scheduler.scheduling_policy
@@ -162,12 +167,21 @@ class InputProcessor:
         arrival_time = clock.now() if arrival_time is None else arrival_time
         processed = [image.result() for image in self.media.submit(prompt)]
         text, token_ids, salt = self._read_prompt(prompt, processed)
+        second_text_start = second_start(prompt, len(token_ids))
+        if second_text_start is not None and not self._has_token_types:
+            raise InvalidRequestError(
+                f"token_type_ids has a 1, but {self._model} has one type of tokens; leave it out", "prompt"
+            )
         options = self._checked_options(options if salt is None else replace(options, cache_salt=salt))
         self._check_token_ids(token_ids)
         token_ids, items = self.media.expand(token_ids, processed)
         internal_id = f"{request_id}-{self._namespace}{next(self._numbers):x}"
         if isinstance(params, PoolingParams):
+            num_tokens = len(token_ids)
             token_ids = self._truncated(text, token_ids, params, has_items=bool(items))
+            if second_text_start is not None and len(token_ids) < num_tokens:
+                text = "prompts with token_type_ids are not cut; cut both yourself"
+                raise InvalidRequestError(text, "truncate_prompt_tokens")
             request = EngineCoreRequest(
                 request_id=internal_id,
                 prompt_token_ids=token_ids,
@@ -176,15 +190,11 @@ class InputProcessor:
                 pooling_params=self._completed_pooling(params, len(token_ids)),
                 arrival_time=arrival_time,
                 options=options,
+                second_text_start=second_text_start,
             )
             sampling, pooling = request.sampling_params, request.pooling_params
             return ParentRequest(request_id, internal_id, text, token_ids, sampling, [request], arrival_time, pooling)
-        if not self._generates:
-            raise InvalidRequestError(
-                f"{self._model} runs as an embedding model and generates no text; ask for embeddings, or start the engine "
-                "with --runner generate if the checkpoint has a head",
-                "model",
-            )
+        self.check_generates()
         params = self._completed(params, len(token_ids))
         if params.structured_outputs is not None and grammar is None:
             grammar = self.grammar_of(params.structured_outputs)
@@ -207,6 +217,16 @@ class InputProcessor:
             for index in range(params.n)
         ]
         return ParentRequest(request_id, internal_id, text, token_ids, params, children, arrival_time)
+
+    def check_generates(self) -> None:
+        """Raise InvalidRequestError if the model makes no text."""
+        if not self._generates:
+            made, ask = ("a classifier", "classes or scores") if self.classifier else ("an embedding model", "embeddings")
+            raise InvalidRequestError(
+                f"{self._model} runs as {made} and generates no text; ask for {ask}, or start the engine with --runner generate if the "
+                "checkpoint has a head for text",
+                "model",
+            )
 
     def _checked_options(self, options: RequestOptions) -> RequestOptions:
         """The options without what has no effect in this engine. Raises InvalidRequestError."""
@@ -290,7 +310,7 @@ class InputProcessor:
             for key in prompt:
                 if key not in (*_PROMPT_KEYS, *MEDIA_KEYS):
                     raise InvalidRequestError(unknown_name("key of a prompt", str(key), (*_PROMPT_KEYS, *MEDIA_KEYS)), "prompt")
-            text, token_ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
+            text, token_ids, salt, _ = (prompt.get(key) for key in _PROMPT_KEYS)
             if text is not None and not isinstance(text, str):
                 raise InvalidRequestError(f"prompt is a {type(text).__name__}, must be a string", "prompt")
             if token_ids is not None:
@@ -382,7 +402,7 @@ class InputProcessor:
                 "truncate_prompt_tokens or raise --max-model-len",
                 "prompt",
             )
-        if width is not None:
+        if width is not None and params.task != "classify":
             lengths = pooling.matryoshka_dimensions
             if lengths is None:
                 raise InvalidRequestError(
@@ -393,15 +413,59 @@ class InputProcessor:
             if width > self._width or (lengths and width not in lengths):
                 known = ", ".join(map(str, lengths)) or f"1 to {self._width}"
                 raise InvalidRequestError(f"dimensions is {width}, {self._model} makes vectors of {known}", "dimensions")
-        task = params.task or "embed"
-        needs_all_tokens = task == "token_embed" or pooling.pooling_type == "mean"
+        task = params.task or ("embed" if self.classifier is None else "classify")
+        self._check_task(task, width)
+        needs_all_tokens = task == "token_embed" or pooling.pooling_type != "last"
         return replace(
             params,
             task=task,
-            use_activation=pooling.normalize if params.use_activation is None else params.use_activation,
+            use_activation=(task == "classify" or pooling.normalize)
+            if params.use_activation is None
+            else params.use_activation,
             # The hidden states of cached tokens are not kept.
             skip_reading_prefix_cache=needs_all_tokens or bool(params.skip_reading_prefix_cache),
         )
+
+    def _check_task(self, task: PoolingTask, width: int | None) -> None:
+        """Raise InvalidRequestError for what the model's head does not compute."""
+        if task == "classify" and self.classifier is None:
+            raise InvalidRequestError(
+                f"{self._model} has no classification head (…ForSequenceClassification): ask for embeddings, or serve a classifier",
+                "task",
+            )
+        if task != "classify" and self.classifier is not None:
+            raise InvalidRequestError(
+                f"{self._model} is a classifier and makes no embeddings; ask for classes or scores (/classify, /score, LLM.classify)",
+                "task",
+            )
+        if task == "classify" and width is not None:
+            raise InvalidRequestError(
+                f"dimensions is {width}, but there is a number for each class; leave it out", "dimensions"
+            )
+
+    def pair_prompts(self, pairs: Sequence[tuple[Any, Any]], cut: PairCut = UNCUT) -> list[TokensPrompt]:
+        """Prompts of pairs of texts for a model with one class, which is their score. Raises InvalidRequestError."""
+        assert self.classifier is not None
+        if (count := len(self.classifier.labels)) != 1:
+            raise InvalidRequestError(
+                f"{self._model} has {count} classes, but the score of two texts needs a model with 1; ask for classes"
+            )
+        if self.tokenizer is None:
+            raise InvalidRequestError("pairs of texts need a tokenizer; start without --skip-tokenizer-init", "prompt")
+        if not all(isinstance(text, str) and text for pair in pairs for text in pair):
+            raise InvalidRequestError("texts that are scored must be strings, not empty: the model joins each pair", "prompt")
+        encoded = encode_pairs(
+            self.tokenizer, pairs, cut, joins_texts=not self.classifier.takes_pairs, longest=self.max_model_len
+        )
+        has_types = self._has_token_types and self.tokenizer.gives_types
+        prompts: list[TokensPrompt] = [
+            {"prompt": f"{first}{second}", "prompt_token_ids": each.ids}
+            for (first, second), each in zip(pairs, encoded, strict=True)
+        ]
+        for prompt, each in zip(prompts, encoded, strict=True):
+            if has_types and 1 in each.type_ids:
+                prompt["token_type_ids"] = each.type_ids
+        return prompts
 
     def _child_params(self, params: SamplingParams, index: int) -> SamplingParams:
         """The parameters of one of the n answers: each has its own seed."""

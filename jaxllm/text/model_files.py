@@ -21,7 +21,7 @@ PATTERNS = (
     ),
     *FILES,
     *QUANTIZATION_FILES,
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.tiktoken"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tiktoken.model", "*.tiktoken"),
 )
 
 

@@ -1,10 +1,10 @@
-"""Loads a tokenizer: from tokenizer.json if there is one, else through `transformers`, which is slow to import."""
+"""Loads a tokenizer: from tokenizer.json or tiktoken.model if there is one, else through `transformers`, which is slow to import."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders
@@ -12,12 +12,25 @@ from tokenizers import AddedToken, decoders
 from jaxllm.errors import InvalidRequestError, ModelLoadError, shortened
 from jaxllm.gguf_files.unpack import NO_TOKENIZER
 from jaxllm.rust_failures import failures_as
+from jaxllm.text.byte_letters import BYTES
+from jaxllm.text.tiktoken_files import FILE as TIKTOKEN
+from jaxllm.text.tiktoken_files import read_tiktoken
 from jaxllm.text.tokenizer_files import NAMED_SPECIAL_TOKENS, chat_templates, read_backend, read_tokenizer_config
 
 LONG = 1024
 """Characters, or token ids, whose conversion takes long enough to let other threads run meanwhile."""
 _PROBE = "a\U0010fffd"
 """A text with a character that few vocabularies have."""
+
+
+class PairIds(NamedTuple):
+    """The tokens of a pair of texts."""
+
+    ids: list[int]
+    type_ids: list[int]
+    """0 for the first text and its special tokens, perhaps 1 for the second."""
+    text_of: list[int | None]
+    """0 for tokens of the first text, 1 for those of the second, None for special tokens."""
 
 
 class Tokenizer:
@@ -77,6 +90,18 @@ class Tokenizer:
         """The token ids of several texts, in several threads."""
         with failures_as(_refused):
             return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list["PairIds"]:
+        """The token ids of pairs of texts, with the special tokens that the tokenizer puts around and between the two."""
+        with failures_as(_refused):
+            found = self._backend.encode_batch(list(pairs))
+        return [PairIds(one.ids, one.type_ids, one.sequence_ids) for one in found]
+
+    @property
+    def gives_types(self) -> bool:
+        """Whether models that the tokenizer is for take the types of tokens."""
+        names = self.config.get("model_input_names")
+        return not isinstance(names, list) or "token_type_ids" in names
 
     def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
         """The ids of a text, with special tokens in it as ordinary text. `is_start`: it does not follow a special token."""
@@ -145,7 +170,7 @@ class Tokenizer:
         if found is None:
             token = self.convert_id_to_token(id) or ""
             try:
-                found = bytes(_BYTE_OF_LETTER[letter] for letter in token)
+                found = bytes(BYTES[letter] for letter in token)
             except KeyError:  # an added token, spelled as text
                 found = token.encode()
             self._token_bytes[id] = found
@@ -266,6 +291,11 @@ class SlowTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PairIds]:
+        raise InvalidRequestError(
+            f"pairs of texts need a tokenizer.json, which {self.name_or_path} has not; send token ids", "prompt"
+        )
+
     def encode_as_text(self, text: str, *, is_start: bool) -> list[int]:
         return self._slow.encode(text, add_special_tokens=False, split_special_tokens=True)
 
@@ -308,6 +338,9 @@ def load_tokenizer(directory: Path, *, name: str | None = None) -> Tokenizer:
     name = name or str(directory)
     file = directory / "tokenizer.json"
     if not file.is_file():
+        if (ranks := directory / TIKTOKEN).is_file():
+            config = read_tokenizer_config(directory)
+            return Tokenizer(read_tiktoken(ranks, config), config, name=name)
         return _load_with_transformers(name, directory)
     backend, config = read_backend(file), read_tokenizer_config(directory)
     with failures_as(lambda reason: ModelLoadError(f"{file} is not a tokenizer: {reason}; download it again")):
@@ -339,13 +372,3 @@ def _load_with_transformers(name: str, directory: Path) -> Tokenizer:
 def _token_text(token: Any) -> str | None:
     """A special token in tokenizer_config.json is a text, or an object with `content`."""
     return token.get("content") if isinstance(token, Mapping) else token
-
-
-def _letters_of_bytes() -> dict[str, int]:
-    """The characters by which byte-level tokenizers represent bytes: printable Latin-1 itself, the rest from U+0100 in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER: dict[str, int] = _letters_of_bytes()

@@ -58,6 +58,7 @@ JOBS = (
     *(Job("images", i, 6, gib=10, all_gpus=True) for i in range(6)),
     *(Job("speech", i, 2, gib=6, all_gpus=True) for i in range(2)),
     Job("tiers", gib=20, all_gpus=True),
+    *(Job("parallel_models", i, 5, gib=10, all_gpus=True) for i in range(5)),
     Job("topologies", gib=20, all_gpus=True),
     Job("hosts", gib=24, all_gpus=True),
     Job("tensor_parallel", 1, 2, gib=10, all_gpus=True),

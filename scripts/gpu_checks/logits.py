@@ -151,7 +151,7 @@ class Steps:
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
-    """One layer, then the whole model; then one layer with each kind of quantised weights, and one with quantised experts."""
+    """One layer, then the whole model; then one layer with each kind of quantised weights, and with quantised experts."""
     shapes = shapes_of.tiny(LLAMA_8B) if tiny else LLAMA_8B
     one = shapes | {"num_hidden_layers": 1}
     yield from _check_model("1 layer", one, tiny=tiny)
@@ -161,7 +161,8 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
     # Every token chooses all experts: rounding cannot change its choice.
     mixture = shapes_of.tiny(shapes_of.QWEN3_MOE) if tiny else shapes_of.QWEN3_MOE
     mixture |= {"num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 4}
-    yield from _check_model("1 layer of experts in int4", shapes_of.quantized(mixture, "int4"), tiny=tiny)
+    for number in ("int4", shapes_of.FP8_BLOCKS):
+        yield from _check_model(f"1 layer of experts in {number}", shapes_of.quantized(mixture, number), tiny=tiny)
 
 
 def _check_model(name: str, shapes: shapes_of.Shapes, *, tiny: bool) -> Iterator[Outcome]:

@@ -19,6 +19,7 @@ PARTS = (
     "speech",
     "tiers",
     "tensor_parallel",
+    "parallel_models",
     "topologies",
     "hosts",
 )
@@ -86,6 +87,11 @@ def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collectio
 
         sizes = (2,) if args.tiny else tensor_parallel.SIZES
         yield from tensor_parallel.check(tiny=args.tiny, deadline=until, share=args.share, sizes=sizes)
+    elif part == "parallel_models":
+        from scripts.gpu_checks import parallel_models
+
+        sizes = (2,) if args.tiny else parallel_models.SIZES
+        yield from parallel_models.check(tiny=args.tiny, deadline=until, share=args.share, sizes=sizes)
     elif part == "topologies":
         from scripts.gpu_checks import topologies
 

@@ -35,6 +35,7 @@ OPS_OF_CASES = {
     "rope": "rope_cache_write",
     "sampling": "sampling",
     "segments": "segment_attention",
+    "space": "state_space",
 }
 """The op whose source a group of kernel cases (scripts/kernels) verifies."""
 OPS_OF_PARTS = {"kernels": tuple(OPS_OF_CASES.values()), "collectives": ("collectives",)}

@@ -19,6 +19,7 @@ from pallas_kernels.checking import (
     rope_cache_write,
     sampling,
     segment_attention,
+    state_space,
 )
 from pallas_kernels.checking.attention_at_start import Layer
 from pallas_kernels.checking.case import Case
@@ -101,6 +102,8 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         found += [(f"experts mosaic {stored.number}", case) for case in cases]
     delta = gated_delta.Shapes("bfloat16", 2, 2, 24, 40)
     found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
+    mamba = state_space.Shapes("bfloat16", 2, 2, 24, 40)
+    found += [("space triton", case) for case in state_space.cases(mamba, "triton", interpret=interpret)]
     adapted = lora.Shapes("bfloat16", 3, 8, 300, Parts(2, (3, 1, 1), 40))
     found += [("lora triton", case) for case in lora.cases(adapted, "triton", interpret=interpret)]
     vectors = quantize.Shapes("bfloat16", 300, 200, 2500, 1e-5)

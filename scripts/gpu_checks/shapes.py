@@ -66,10 +66,13 @@ _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NUMBERS = tuple(_SCHEMES)
 """Kinds of weights that `quantized` makes: 4 and 8 bits, with scales of groups, outputs, and both; int4 with zero points."""
+FP8_BLOCKS = "fp8 blocks"
+"""Another: a scale for each 128 x 128."""
+_SCHEMES[FP8_BLOCKS] = "float-quantized", {"num_bits": 8, **_FLOAT, "strategy": "block", "block_structure": [128, 128]}
 
 
 def quantized(shapes: Shapes, number: str) -> Shapes:
-    """The model with weights of linear layers and experts in one of NUMBERS, activations as they are."""
+    """The model with weights of linear layers and experts in one of NUMBERS or FP8_BLOCKS, activations as they are."""
     form, weights = _SCHEMES[number]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return shapes | {

@@ -25,7 +25,7 @@ from scripts.gpu_checks.record import OPS_OF_CASES
 ROOT = Path(__file__).resolve().parents[2]
 RESUMABLE = ("kernels", "hosts")
 """Parts that leave out what has passed; all others begin again unless their process came to its end."""
-_OF_SEVERAL_GPUS = ("collectives", "tensor_parallel", "topologies")
+_OF_SEVERAL_GPUS = ("collectives", "parallel_models", "tensor_parallel", "topologies")
 """Parts that one GPU skips."""
 _OF_KERNELS = ("pallas_kernels/checking", "scripts/kernels", "scripts/gpu_checks/kernels.py")
 _OF_ENGINES = (

@@ -23,6 +23,7 @@ OPS = {
     "rope": "scripts.kernels.rope_cache_write",
     "sampling": "scripts.kernels.sampling",
     "segments": "scripts.kernels.segment_attention",
+    "space": "scripts.kernels.state_space",
 }
 """Each module has speed_cases(tiny, tune) and check_cases(tiny)."""
 

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from jaxllm import LLM
 from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.scheduler_output import SchedulerOutput
+from scripts.tier_bench.engines import without_tiers
 
 
 class Copies:
@@ -14,9 +16,8 @@ class Copies:
 
     def __init__(self, llm: LLM):
         self.core: Any = llm.llm_engine.core
-        manager = self.core.scheduler.cache_manager
-        self._loading, self._evicting = manager.loading, manager.pool.evicting
-        manager.loading = manager.pool.evicting = None
+        self._without = ExitStack()
+        self._without.enter_context(without_tiers(llm))
         self.copier = self.core.runner.op_runner(GatherBlocks)
         pool = self.core.scheduler.cache_manager.pool
         self.size = min(self.copier.max_blocks, self.copier.num_slots // 2, pool.num_free_blocks // 2)
@@ -29,9 +30,8 @@ class Copies:
     def close(self) -> None:
         """Give blocks and tier back. What host memory had is overwritten: `empty` drops it."""
         self.forget()
-        manager = self.core.scheduler.cache_manager
-        manager.pool.free(self._held)
-        manager.loading, manager.pool.evicting = self._loading, self._evicting
+        self.core.scheduler.cache_manager.pool.free(self._held)
+        self._without.close()
 
     def _next(self) -> tuple[int, int, list[int]]:
         self._number += 1

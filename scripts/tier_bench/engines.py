@@ -2,7 +2,8 @@
 
 import gc
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -77,6 +78,19 @@ def empty(llm: LLM) -> None:
     """Drop what the cache and host memory of an idle engine have. Raises RuntimeError if requests hold blocks."""
     if not llm.llm_engine.core.reset_prefix_cache():
         raise RuntimeError("requests of an earlier part hold blocks")
+
+
+@contextmanager
+def without_tiers(llm: LLM) -> Iterator[None]:
+    """Have an engine, whose tiers neither load nor store, plan steps as if it had none."""
+    core: Any = llm.llm_engine.core
+    manager = core.scheduler.cache_manager
+    kept = manager.loading, manager.pool.evicting
+    manager.loading = manager.pool.evicting = None
+    try:
+        yield
+    finally:
+        manager.loading, manager.pool.evicting = kept
 
 
 def run_some_at_a_time(llm: LLM, prompts: Sequence[Prompt], num_output: int, most: int) -> float:

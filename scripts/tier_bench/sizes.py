@@ -36,7 +36,7 @@ class Sizes:
     long_answer: tuple[int, int] = (512, 512)
     stretches: int = 10
     """Times that each engine in turn makes `stretch_steps` decode steps."""
-    stretch_steps: int = 30
+    stretch_steps: int = 15
     launch_context: int = 256
     far_prompt: int = 8192
     """Length of a prompt whose blocks come from files or another engine."""

@@ -3,12 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 from jaxllm.measuring.runs import SETTLING_STEPS, decoding, greedy
 from scripts.tier_bench.copies import Copies
-from scripts.tier_bench.engines import Bench, new_prompts
+from scripts.tier_bench.engines import Bench, empty, new_prompts, without_tiers
 
 
 def copies(bench: Bench) -> None:
@@ -63,26 +63,26 @@ def beside(bench: Bench) -> None:
 
 
 def launch(bench: Bench) -> None:
-    """Host time of decode steps on an engine with host memory and on one without, in turn; nothing is copied."""
+    """Host time of decode steps with the engine's tier and without it, in turn; nothing is copied. One engine makes both: the times of two
+    that have none differ by as much as a tier costs."""
     sizes = bench.sizes
-    num_steps = sizes.stretches * (sizes.stretch_steps + SETTLING_STEPS) + SETTLING_STEPS
+    (llm,) = bench.engines.use({"num_gpu_blocks_override": sizes.num_blocks})
+    empty(llm)
+    core: Any = llm.llm_engine.core
+    num_steps = 2 * sizes.stretches * (sizes.stretch_steps + SETTLING_STEPS) + SETTLING_STEPS
     # A request whose prompt is computed early decodes during the others' prompts.
     params = [greedy(min(num_steps + 64, sizes.max_model_len - sizes.launch_context))] * sizes.rows
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    with ExitStack() as stack:
-        steps = {}
-        for tier, llm in bench.engines.pair(sizes.num_blocks).items():
-            prompts = new_prompts(llm, [sizes.launch_context] * sizes.rows, 1)
-            core: Any = llm.llm_engine.core
-            steps[tier] = core, stack.enter_context(decoding(llm.llm_engine, prompts, params))
-        before = steps[True][0].stats().num_stored_blocks
+    prompts = new_prompts(llm, [sizes.launch_context] * sizes.rows, 1)
+    with decoding(llm.llm_engine, prompts, params) as step:
+        before = core.stats().num_stored_blocks
         for number in range(sizes.stretches):
             for tier in (False, True) if number % 2 else (True, False):
-                core, step = steps[tier]
-                for _ in range(SETTLING_STEPS):  # those in flight waited for the other engine's
-                    step()
-                found[tier] += [_host_microseconds(core, step) for _ in range(sizes.stretch_steps)]
-        num_copied = steps[True][0].stats().num_stored_blocks - before
+                with nullcontext() if tier else without_tiers(llm):
+                    for _ in range(SETTLING_STEPS):  # those in flight were planned the other way
+                        step()
+                    found[tier] += [_host_microseconds(core, step) for _ in range(sizes.stretch_steps)]
+        num_copied = core.stats().num_stored_blocks - before
     medians = {tier: [statistics.median(each) for each in zip(*times, strict=True)] for tier, times in found.items()}
     for tier, (whole, started) in medians.items():
         note = f"of that {started:.1f} µs to start it; median of {len(found[tier])}"

@@ -3,8 +3,8 @@
 import json
 import secrets
 import string
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from server.dialects.reader import Reading
@@ -61,6 +61,10 @@ class ToolDialect:
         """The frame for a model with these special tokens."""
         return self.frame
 
+    def of(self, tokens: Collection[str]) -> "ToolDialect":
+        """The dialect of a model with these added tokens."""
+        return self
+
     def needs_special_tokens(self, tokenizer: Any) -> bool:
         """Whether detokenizing must keep special tokens, because some are in markers."""
         return _are_in(special_tokens_of(tokenizer), (*self.openings, *self.markers))
@@ -88,6 +92,15 @@ class ReasoningDialect:
     """Markers that close an answer so opened. They are left out, unless content follows."""
     markers: tuple[str, ...] = ()
     """Further markers of the format."""
+    is_suffixed: bool = False
+    """Whether the model's tokens may be markers `with_suffix`."""
+
+    def of(self, tokens: Collection[str]) -> "ReasoningDialect":
+        """The dialect of a model with these added tokens."""
+        if not self.is_suffixed:
+            return self
+        start, end = (tuple(with_suffix(marker, tokens) for marker in markers) for markers in (self.start, self.end))
+        return replace(self, start=start, end=end)
 
     def needs_special_tokens(self, tokenizer: Any) -> bool:
         """Whether detokenizing must keep special tokens, because some are in markers."""
@@ -116,6 +129,12 @@ class ReasoningDialect:
 
 def _are_in(tokens: Iterable[str], markers: Iterable[str]) -> bool:
     return any(token in marker for marker in markers for token in tokens)
+
+
+def with_suffix(marker: str, tokens: Iterable[str]) -> str:
+    """The token that is a marker with a suffix, as <think:open> is <think>; the marker itself if there is none."""
+    beginning = f"{marker.removesuffix('>')}:"
+    return next((token for token in tokens if token.startswith(beginning) and token.endswith(">")), marker)
 
 
 def random_letters(length: int) -> str:

@@ -1,9 +1,11 @@
 """The names of dialects, which are vLLM's, and the detection of a model's dialects from its chat template."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from jaxllm.thinking import MARKERS
+from server.dialects.apertus import Apertus
 from server.dialects.deepseek import DeepSeek
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
 from server.dialects.harmony import HARMONY
@@ -13,9 +15,10 @@ from server.dialects.marked_json import COHERE, GRANITE, GRANITE_20B_FC, HERMES,
 from server.dialects.mistral import Mistral
 from server.dialects.pythonic import Pythonic, PythonicLines
 from server.dialects.xlam import Xlam
-from server.dialects.xml import GLM45, K2_HORIZON, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls, dsml
+from server.dialects.xml import GLM45, HY_V3, K2_HORIZON, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls, dsml
 
 TOOL_DIALECTS: dict[str, ToolDialect] = {
+    "apertus": Apertus(),
     "cohere_command3": COHERE,
     "cohere_command4": COHERE,
     "deepseek_v3": DeepSeek(code_block=True),
@@ -31,6 +34,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "granite4": HERMES,
     "hermes": HERMES,
     "hunyuan_a13b": JAMBA,
+    "hy_v3": XmlCalls(HY_V3, ends_reasoning=True, is_suffixed=True),
     "jamba": JAMBA,
     "k2_horizon": XmlCalls(K2_HORIZON, ends_reasoning=True),
     "kimi_k2": Kimi(),
@@ -84,7 +88,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "granite_thinking_parser": _EXPECTED,
     "holo2": _IMPLIED,
     "hunyuan_a13b": replace(_MARKED, answer_start=("<answer>", "助手："), answer_end=("</answer>",)),
-    "hy_v3": _MARKED,
+    "hy_v3": replace(_MARKED, is_suffixed=True),
     "k2_horizon": ReasoningDialect(
         tuple(f"<{name}>" for name in _IFM), tuple(f"</{name}>" for name in _IFM), implied=True, expected=True
     ),
@@ -110,16 +114,17 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
 
 
 def by_name(
-    tool_parser: str | None = None, reasoning_parser: str | None = None
+    tool_parser: str | None = None, reasoning_parser: str | None = None, added_tokens: Collection[str] = ()
 ) -> tuple[ToolDialect | None, ReasoningDialect | None]:
-    """The dialects with these names. Raises ValueError for an unknown name."""
+    """The dialects with these names, of a model with these tokens. Raises ValueError for an unknown name."""
     for name, known, flag in (
         (tool_parser, TOOL_DIALECTS, "--tool-call-parser"),
         (reasoning_parser, REASONING_DIALECTS, "--reasoning-parser"),
     ):
         if name and name not in known:
             raise ValueError(f"{flag} {name} is unknown; known are {', '.join(sorted(known))}")
-    return TOOL_DIALECTS.get(tool_parser or ""), REASONING_DIALECTS.get(reasoning_parser or "")
+    tool, reasoning = TOOL_DIALECTS.get(tool_parser or ""), REASONING_DIALECTS.get(reasoning_parser or "")
+    return tool and tool.of(added_tokens), reasoning and reasoning.of(added_tokens)
 
 
 _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -137,7 +142,9 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lfm2", ("<|tool_list_start|>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("nemotron_json", ("<TOOLCALL>",)),
+    ("apertus", ("<|tools_prefix|>",)),
     ("olmo3", ("<functions>", "<function_calls>")),
+    ("hy_v3", ("<tool_sep",)),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
@@ -169,6 +176,7 @@ _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v3", ("<｜Assistant｜>", "</think>", "thinking")),
     ("deepseek_r1", ("<｜Assistant｜>", "</think>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>", "</think>")),
+    ("hy_v3", ("<tool_sep", "</think")),
     ("glm45", ("<arg_key>", "</think>")),
     ("qwen3", ("</think>", "enable_thinking")),
     ("think", ("<think>",)),

@@ -1,10 +1,10 @@
-"""Calls in tags, one tag per parameter: Qwen3-Coder, GLM 4.5, MiniMax M2, DeepSeek V3.2. The tool's schema gives the types."""
+"""Calls in tags, one tag per parameter: Qwen3-Coder, GLM 4.5, MiniMax M2, DeepSeek V3.2, Hy3. The tool's schema gives the types."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from server.dialects.dialect import ToolDialect, to_json
+from server.dialects.dialect import ToolDialect, to_json, with_suffix
 from server.dialects.json_scanner import Broken, JsonScanner
 from server.dialects.markers import Markers
 from server.dialects.reader import MAX_NAME, Ended, Reading
@@ -49,6 +49,10 @@ K2_HORIZON = Tags(
     "<ifm|tool_calls>", "<ifm|tool_call>", "\n", "<ifm|arg_key>", "</ifm|arg_key>", "<ifm|arg_value>", "</ifm|arg_value>",
     "</ifm|tool_call>", "</ifm|tool_calls>", several=True,
 )  # fmt: skip
+HY_V3 = Tags(
+    "<tool_calls>", "<tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>",
+    "</tool_calls>", several=True, verbatim=True,
+)  # fmt: skip
 
 
 def dsml(section: str, space: str = "") -> Tags:
@@ -62,15 +66,24 @@ def dsml(section: str, space: str = "") -> Tags:
 
 
 class XmlCalls(ToolDialect):
-    def __init__(self, tags: Tags, section_optional: bool = False, ends_reasoning: bool = False):
+    def __init__(self, tags: Tags, section_optional: bool = False, ends_reasoning: bool = False, is_suffixed: bool = False):
         self.tags = tags
         self.ends_reasoning = ends_reasoning
+        self.is_suffixed = is_suffixed
         self.openings = (tags.section, tags.call) if section_optional else (tags.section,)
         self.markers = tuple(tag for tag in vars(tags).values() if isinstance(tag, str) and len(tag) > 1)
         ends = (tags.after_call, tags.after_section)
         self._after_name = Markers((tags.after_name, tags.parameter, *ends))
         self._after_key = Markers((tags.after_key, tags.after_key_of_json))
         self._after_value = Markers((tags.after_value, tags.parameter, *ends))
+
+    def of(self, tokens: Collection[str]) -> ToolDialect:
+        if not self.is_suffixed:
+            return self
+        tags: dict[str, Any] = {
+            name: with_suffix(tag, tokens) for name, tag in vars(self.tags).items() if isinstance(tag, str) and tag
+        }
+        return XmlCalls(replace(self.tags, **tags), ends_reasoning=self.ends_reasoning)
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
         tags = self.tags

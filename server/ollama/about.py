@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,21 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.families import CONFIG, NUM_PARAMETERS
 from jaxllm.hub import WEIGHTS
 from jaxllm.loaders.safetensors import read_header
-from jaxllm.text.model_files import read_json, text_files
+from jaxllm.models.load_config import read_config_json
+from jaxllm.quantization.formats import read_formats
+from jaxllm.quantization.formats.packed import PackedFormat
+from jaxllm.quantization.numbers import NUMBERS
+from jaxllm.text.model_files import text_files
+from jaxllm.weight_format import Options, WeightFormat
 
 TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_SCALES = ("_scale", "_scale_inv", "_scales")
-"""Ends of names of tensors that are no parameters."""
+_BESIDE = re.compile(
+    r"(_scale(_inv|_2)?|[._]scales|_zero_point|\.qzeros|\.g_idx|\.weight_shape|\.SCB|\.weight_format|absmax|quant_map|"
+    r"\.quant_state\.\S+)$"
+)
+"""Ends of names of tensors that are no parameters: what says how others are quantised."""
+_BITS = {"U8": 8, "I32": 32}
+"""Bits of values that hold several codes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,9 @@ class Checkpoint:
     @classmethod
     def read(cls, directory: Path) -> "Checkpoint":
         """Read what is needed of a model's directory. Raises ModelLoadError."""
-        config = read_json(directory / "config.json")
+        config = read_config_json(directory)
+        as_stored = Options(None, None, on_gpu=False, dtype="float32", unquantized=())
+        formats = read_formats(config.get("quantization_config"), as_stored, faults=[])
         weights = sorted(path for path in directory.rglob("*") if path.suffix in WEIGHTS)
         known = {path: path.stat() for path in [*weights, *directory.glob("*.json")]}
         parts = [(path.relative_to(directory).as_posix(), found.st_size, found.st_mtime_ns) for path, found in known.items()]
@@ -52,7 +64,8 @@ class Checkpoint:
             num_bytes=sum(known[path].st_size for path in weights),
             digest=hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest(),
             changed_seconds=max((found.st_mtime for found in known.values()), default=0.0),
-            num_parameters=config.get(NUM_PARAMETERS) or _count([path for path in weights if path.suffix == ".safetensors"]),
+            num_parameters=config.get(NUM_PARAMETERS)
+            or _count([path for path in weights if path.suffix == ".safetensors"], formats),
         )
 
 
@@ -104,15 +117,25 @@ def time_text(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-def _count(files: list[Path]) -> int | None:
-    """Values in safetensors files; packed weights have two in a byte."""
+def _count(files: list[Path], formats: Sequence[WeightFormat]) -> int | None:
+    """Values in safetensors files, of packed weights too."""
     try:
         entries = {name: entry for file in files for name, entry in read_header(file).items()}
     except (ModelLoadError, OSError):
         return None
     counted = [
-        math.prod(entry.shape) * (2 if entry.dtype == "U8" else 1)
+        math.prod(entry.shape) * _num_codes(name, entry.dtype, formats)
         for name, entry in entries.items()
-        if not name.endswith(_SCALES)
+        if not _BESIDE.search(name)
     ]
     return sum(counted) or None
+
+
+def _num_codes(name: str, dtype: str, formats: Sequence[WeightFormat]) -> int:
+    """Parameters in a value of a tensor."""
+    if dtype not in _BITS:
+        return 1
+    module = name.rpartition(".")[0]
+    schemes = (format.scheme(module) for format in formats if isinstance(format, PackedFormat))
+    scheme = next((found for found in schemes if found is not None), None)
+    return _BITS[dtype] // (4 if scheme is None else NUMBERS[scheme.number].bits)

@@ -1,4 +1,4 @@
-"""The bodies of /v1/embeddings, /pooling, /score and /rerank."""
+"""The bodies of /v1/embeddings, /pooling, /classify, /score and /rerank."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,6 +11,10 @@ from server.protocol.completions import Ids, Lists, Texts
 
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 Endianness = Literal["native", "little", "big"]
+Activation = Annotated[
+    bool | None, Field(validation_alias=AliasChoices("use_activation", "activation", "softmax", "normalize"))
+]
+"""The others are older names of use_activation."""
 
 
 class PoolingFields(EngineFields):
@@ -33,8 +37,8 @@ class PoolingFields(EngineFields):
     user: ShortText | None = None
 
 
-class VectorFields(PoolingFields):
-    """Fields of requests that are answered with vectors: what they are made of, and how they are written."""
+class PromptFields(PoolingFields):
+    """Fields of requests with prompts, as texts, token ids or a conversation."""
 
     input: str | Ids | Texts | Lists | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None
@@ -44,13 +48,15 @@ class VectorFields(PoolingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: ImageSettings | None = None
 
+    use_activation: Activation = None
+
+
+class VectorFields(PromptFields):
+    """Fields of requests that are answered with vectors: how these are written."""
+
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
     embed_dtype: EmbedDtype = "float32"
     endianness: Endianness = "native"
-    use_activation: Annotated[
-        bool | None, Field(validation_alias=AliasChoices("use_activation", "activation", "softmax", "normalize"))
-    ] = None
-    """The others are its older names."""
     dimensions: int | None = None
 
 
@@ -59,20 +65,21 @@ class EmbeddingRequest(VectorFields):
 
 
 class PoolingRequest(VectorFields):
-    """vLLM's /pooling: one vector of each prompt (embed) or of each of its tokens (token_embed)."""
+    """vLLM's /pooling: one vector of each prompt (embed), of each of its tokens (token_embed), or a number for each class (classify)."""
 
     task: str | None = None
 
 
+class ClassifyRequest(PromptFields):
+    """vLLM's /classify: the probability of each class for each prompt."""
+
+
 class ScoreRequest(PoolingFields):
-    """vLLM's /score: two lists of texts, under one of four pairs of names; one with each of many, or in step."""
+    """vLLM's /score: two lists of texts, under one of four pairs of names; one with each of many, or in step. use_activation is for
+    models that score pairs."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         **PoolingFields.REFUSED,
-        "use_activation": "nothing: a score is the cosine of two vectors",
-        "activation": "nothing: a score is the cosine of two vectors",
-        "softmax": "nothing: a score is the cosine of two vectors",
-        "normalize": "nothing: a score is the cosine of two vectors",
         "instruction": "an instruction written before the texts",
         "chat_template": "texts as the model was trained on them",
     }
@@ -86,6 +93,7 @@ class ScoreRequest(PoolingFields):
     items: str | Texts | None = None
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None
+    use_activation: Activation = None
 
 
 class Document(RequestModel):
@@ -109,3 +117,4 @@ class RerankRequest(PoolingFields):
     return_documents: bool = True
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None
+    use_activation: Activation = None

@@ -11,7 +11,7 @@ from server.context import context_of
 from server.errors import bad_request
 from server.routes.chat import create_chat_completion
 from server.routes.completions import create_completion
-from server.routes.pooling import create_embeddings, create_rerank, create_score
+from server.routes.pooling import create_classes, create_embeddings, create_rerank, create_score
 
 router = APIRouter(tags=["Operation"])
 
@@ -28,11 +28,12 @@ _MEANT: dict[str, Callable[[Request], Awaitable[Response]]] = {
 
 @router.post("/invocations")
 async def invoke(request: Request) -> Response:
-    """A chat, completion, embedding, score or rank."""
+    """A chat, completion, embedding, class, score or rank."""
     body = await read_object(request)
     name = next((name for name in _MEANT if body.get(name) is not None), None)
     if name is None:
         raise bad_request(f"the body has none of {', '.join(_MEANT)}, which say what is asked for")
-    if name == "messages" and not context_of(request).engine.model_config.generates:
-        return await create_embeddings(request)
+    model = context_of(request).engine.model_config
+    if name in ("messages", "input") and not model.generates:
+        return await (create_embeddings if model.classifier is None else create_classes)(request)
     return await _MEANT[name](request)

@@ -164,7 +164,7 @@ async def _models(context: ServerContext) -> list[dict[str, Any]]:
 def _capabilities(context: ServerContext) -> list[str]:
     """Capabilities of the model."""
     if not context.engine.model_config.generates:
-        return ["embedding"]
+        return ["embedding"] if context.engine.model_config.classifier is None else []
     speech = context.chat.speech if context.engine.input_processor.tokenizer is not None else None
     tools = ["tools"] if speech is not None and speech.tool_name is not None else []
     vision = ["vision"] if context.engine.input_processor.media.sees_images else []

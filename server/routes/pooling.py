@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling, /score and /rerank, with the paths used by other servers."""
+"""POST /v1/embeddings, /pooling, /classify, /score and /rerank, with the paths used by other servers."""
 
 import asyncio
 import time
@@ -15,18 +15,21 @@ from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scoring import cosine, pairs
+from jaxllm.text.pairs import PairCut
 from server.body import read_body
 from server.chat_service import Conversation
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import Deadline
 from server.errors import bad_request
 from server.openapi import json_body
-from server.pooling_service import Input, PoolingService, usage_of
+from server.pooling_service import Input, Pair, PoolingService, usage_of
 from server.protocol.common import engine_options
 from server.protocol.pooling import (
+    ClassifyRequest,
     EmbeddingRequest,
     PoolingFields,
     PoolingRequest,
+    PromptFields,
     RerankRequest,
     ScoreRequest,
     VectorFields,
@@ -54,43 +57,57 @@ async def create_embeddings(request: Request) -> Response:
 @router.post("/pooling", openapi_extra=json_body(PoolingRequest))
 @router.post("/v1/pooling", openapi_extra=json_body(PoolingRequest))
 async def create_pooling(request: Request) -> Response:
-    """One vector for each input, or the vectors of each of its tokens."""
+    """One vector for each input, the vectors of each of its tokens, or a number for each class."""
     body = await read_body(request, PoolingRequest)
-    return await _vectors(request, body, body.task or "embed", _Kind("pool", "pooling", "data"))
+    return await _vectors(request, body, body.task, _Kind("pool", "pooling", "data"))
+
+
+@router.post("/classify", openapi_extra=json_body(ClassifyRequest))
+@router.post("/v1/classify", openapi_extra=json_body(ClassifyRequest))
+async def create_classes(request: Request) -> Response:
+    """The likeliest class of each input, and the probability of each class."""
+    body = await read_body(request, ClassifyRequest)
+    params = _prompt_params(body, "classify")
+    request_id = f"classify-{request_id_of(request, body.request_id)}"
+    context, model, outputs = await _pool(
+        request, body, [Input(prompt, "input", params) for prompt in _inputs(body)], request_id
+    )
+    classifier = context.engine.model_config.classifier
+    assert classifier is not None, "the request was refused"
+    data = []
+    for place, output in enumerate(outputs):
+        probs = output.outputs.data
+        label = classifier.labels[int(probs.argmax())]
+        data.append({"index": place, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
+    return Response(_json({**_head(model, request_id), "data": data, "usage": _usage(context, outputs)}), media_type=_JSON)
 
 
 @router.post("/score", openapi_extra=json_body(ScoreRequest))
 @router.post("/v1/score", openapi_extra=json_body(ScoreRequest))
 async def create_score(request: Request) -> Response:
-    """Similarity of texts: the cosine of their vectors."""
+    """Scores of pairs of texts: the cosine of their vectors, or what a model that scores pairs gives."""
     body = await read_body(request, ScoreRequest)
     names, first, second = _score_texts(body)
     wanted = pairs(len(first), len(second), names)
     request_id = f"score-{request_id_of(request, body.request_id)}"
-    first_params, second_params = _params(request, body, "max_tokens_per_query"), _params(request, body, "max_tokens_per_doc")
-    inputs = [Input(text, names[0], first_params) for text in first]
-    inputs += [Input(text, names[1], second_params) for text in second]
-    context, model, outputs = await _pool(request, body, inputs, request_id)
-    scores = await _cosines(outputs, [(i, len(first) + j) for i, j in wanted])
-    data = [{"index": place, "object": "score", "score": score} for place, score in enumerate(scores)]
-    return Response(_json({**_head(model, request_id), "data": data, "usage": _usage(context, outputs)}), media_type=_JSON)
+    found = await _scores(request, body, names, (first, second), wanted, request_id)
+    data = [{"index": place, "object": "score", "score": score} for place, score in enumerate(found.scores)]
+    return Response(_json({**_head(found.model, request_id), "data": data, "usage": found.usage}), media_type=_JSON)
 
 
 @router.post("/rerank", openapi_extra=json_body(RerankRequest))
 @router.post("/v1/rerank", openapi_extra=json_body(RerankRequest))
 @router.post("/v2/rerank", openapi_extra=json_body(RerankRequest))
 async def create_rerank(request: Request) -> Response:
-    """Documents ranked by similarity to a query."""
+    """Documents ranked by their scores with a query."""
     body = await read_body(request, RerankRequest)
     if body.top_n is not None and body.top_n < 0:
         raise bad_request(f"top_n is {body.top_n}, must be at least 1, or 0 for all documents", "top_n")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     request_id = f"rerank-{request_id_of(request, body.request_id)}"
-    document_params = _params(request, body, "max_tokens_per_doc")
-    inputs = [Input(body.query, "query", _params(request, body, "max_tokens_per_query"))]
-    inputs += [Input(text, "documents", document_params) for text in texts]
-    context, model, outputs = await _pool(request, body, inputs, request_id)
-    scores = await _cosines(outputs, [(0, place) for place in range(1, len(outputs))])
+    wanted = [(0, place) for place in range(len(texts))]
+    found = await _scores(request, body, ("query", "documents"), ([body.query], texts), wanted, request_id)
+    scores = found.scores
     order = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n or None]
     results = [
         {
@@ -100,8 +117,7 @@ async def create_rerank(request: Request) -> Response:
         }
         for place in order
     ]
-    reply = {"id": request_id, "model": model, "usage": _usage(context, outputs), "results": results}
-    return Response(_json(reply), media_type=_JSON)
+    return Response(_json({"id": request_id, "model": found.model, "usage": found.usage, "results": results}), media_type=_JSON)
 
 
 class _Kind(NamedTuple):
@@ -112,14 +128,8 @@ class _Kind(NamedTuple):
     field: str
 
 
-async def _vectors(request: Request, body: VectorFields, task: str, kind: _Kind) -> Response:
-    params = PoolingParams(
-        task=task,  # type: ignore[arg-type]
-        use_activation=body.use_activation,
-        dimensions=body.dimensions,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        truncation_side=body.truncation_side or "right",
-    )
+async def _vectors(request: Request, body: VectorFields, task: str | None, kind: _Kind) -> Response:
+    params = _prompt_params(body, task, body.dimensions)
     request_id = f"{kind.prefix}-{request_id_of(request, body.request_id)}"
     inputs = [Input(prompt, "input", params) for prompt in _inputs(body)]
     if body.encoding_format == "bytes" and len(inputs) > MAX_BYTES_INPUTS:
@@ -165,7 +175,7 @@ def _as_octets(body: VectorFields, vectors: Sequence[np.ndarray], about: dict[st
     return Response(b"".join(parts), headers=headers, media_type="application/octet-stream")
 
 
-def _inputs(body: VectorFields) -> Sequence[str | list[int]]:
+def _inputs(body: PromptFields) -> Sequence[str | list[int]]:
     """Prompts as texts or ids; an empty one is a placeholder for the conversation, which is rendered later."""
     if (body.input is None) == (body.messages is None):
         raise bad_request("exactly one of input and messages must be given", "input")
@@ -191,15 +201,69 @@ def _score_texts(body: ScoreRequest) -> tuple[tuple[str, str], list[str], list[s
     return names, [first] if isinstance(first, str) else first, [second] if isinstance(second, str) else second
 
 
-def _params(request: Request, body: ScoreRequest | RerankRequest, limit_name: str) -> PoolingParams:
-    """Parameters of a compared text, truncated to the number of tokens in the field `limit_name`."""
-    limit, length = getattr(body, limit_name), body.truncate_prompt_tokens
-    if limit is not None:
-        if limit < 1:
-            raise bad_request(f"{limit_name} is {limit}, must be at least 1", limit_name)
-        limit = min(limit, context_of(request).engine.max_model_len)
-        length = limit if length in (None, -1) else min(limit, length)
-    return PoolingParams(task="embed", truncate_prompt_tokens=length, truncation_side=body.truncation_side or "right")
+class _Scores(NamedTuple):
+    """Scores of pairs, with what a reply says of the request."""
+
+    scores: list[float]
+    model: str
+    usage: dict[str, Any]
+
+
+async def _scores(
+    request: Request,
+    body: ScoreRequest | RerankRequest,
+    names: tuple[str, str],
+    texts: tuple[Sequence[str], Sequence[str]],
+    wanted: Sequence[tuple[int, int]],
+    request_id: str,
+) -> _Scores:
+    """Score pairs of texts. names: of the two lists in the body; wanted: the places of each pair in these."""
+    first, second = texts
+    engine = context_of(request).engine
+    limits = [_limit(body, name, engine.max_model_len) for name in ("max_tokens_per_query", "max_tokens_per_doc")]
+    length, side = body.truncate_prompt_tokens, body.truncation_side or "right"
+    if engine.model_config.classifier is not None:
+        params = PoolingParams(task="classify", use_activation=body.use_activation)
+        together = [Pair((first[i], second[j]), names) for i, j in wanted]
+        cut = PairCut(length, limits[0], limits[1], side)
+        inputs = await _service(context_of(request)).pair_inputs(together, cut, params)
+        context, model, outputs = await _pool(request, body, inputs, request_id)
+        scores = [float(output.outputs.data[0]) for output in outputs]
+    else:
+        if body.use_activation is not None:
+            raise bad_request(
+                "use_activation is for models that score pairs; here a score is the cosine of two vectors: leave it out"
+            )
+        kept = [length if most is None else most if length in (None, -1) else min(most, length) for most in limits]
+        of_first, of_second = (PoolingParams(task="embed", truncate_prompt_tokens=most, truncation_side=side) for most in kept)
+        inputs = [Input(text, names[0], of_first) for text in first] + [Input(text, names[1], of_second) for text in second]
+        context, model, outputs = await _pool(request, body, inputs, request_id)
+        vectors = [output.outputs.data for output in outputs]
+        # In a thread, because many of them take time.
+        scores = await asyncio.to_thread(lambda: [cosine(vectors[i], vectors[len(first) + j]) for i, j in wanted])
+    return _Scores(scores, model, _usage(context, outputs))
+
+
+def _limit(body: ScoreRequest | RerankRequest, name: str, longest: int) -> int | None:
+    """The number of tokens in the field `name`, at most `longest`."""
+    limit = getattr(body, name)
+    if limit is not None and limit < 1:
+        raise bad_request(f"{name} is {limit}, must be at least 1", name)
+    return limit if limit is None else min(limit, longest)
+
+
+def _prompt_params(body: PromptFields, task: str | None, dimensions: int | None = None) -> PoolingParams:
+    return PoolingParams(
+        task=task,  # type: ignore[arg-type]
+        use_activation=body.use_activation,
+        dimensions=dimensions,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "right",
+    )
+
+
+def _service(context: ServerContext) -> PoolingService:
+    return PoolingService(context.engine, context.options.limits, context.work)
 
 
 async def _pool(
@@ -207,11 +271,11 @@ async def _pool(
 ) -> tuple[ServerContext, str, list[PoolingRequestOutput]]:
     """Compute the vectors of all inputs. Returns the model's name for the reply too."""
     context = context_of(request)
-    service = PoolingService(context.engine, context.options.limits, context.work)
+    service = _service(context)
     async with Deadline(context.time_limit(body.timeout)) as limit:
         adapter = await context.adapter_of(body.model)
         special = body.add_special_tokens
-        if isinstance(body, VectorFields) and body.messages is not None:
+        if isinstance(body, PromptFields) and body.messages is not None:
             work = in_one_piece(_conversation, body, context, request_id)
             rendered = await context.chat.render(await context.work.unless_small(work))
             inputs = [Input(rendered.token_ids, "messages", inputs[0].params, rendered.images)]
@@ -229,7 +293,7 @@ async def _pool(
     return context, adapter or context.model_name, outputs
 
 
-def _conversation(body: VectorFields, context: ServerContext, request_id: str) -> Conversation:
+def _conversation(body: PromptFields, context: ServerContext, request_id: str) -> Conversation:
     check_template(body.chat_template, body.chat_template_kwargs, context.options.chat)
     return Conversation(
         messages=[to_message(message, place) for place, message in enumerate(body.messages or ())],
@@ -250,9 +314,3 @@ def _head(model: str, request_id: str) -> dict[str, Any]:
 
 def _usage(context: ServerContext, outputs: Sequence[PoolingRequestOutput]) -> dict[str, Any]:
     return usage_of(outputs, tells_cached=context.options.replies.enable_prompt_tokens_details)
-
-
-async def _cosines(outputs: Sequence[PoolingRequestOutput], places: Sequence[tuple[int, int]]) -> list[float]:
-    """Cosines of pairs of vectors; computed in a thread, because many of them take time."""
-    vectors = [output.outputs.data for output in outputs]
-    return await asyncio.to_thread(lambda: [cosine(vectors[i], vectors[j]) for i, j in places])

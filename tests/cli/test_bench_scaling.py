@@ -23,6 +23,7 @@ TINY = (
     *("--batch-sizes", "1,2", "--input-len", "16", "--output-len", "8", "--num-prompts", "4", "--num-requests", "4"),
     *("--trace-steps", "2", "--max-num-seqs", "4", "--decode-buckets", "4", "--max-num-batched-tokens", "64"),
     *("--token-buckets", "64", "--compile-threads", "2"),
+    *("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 1}'),
 )
 ON_TWO = ("--devices", "cpu:2", "--tensor-parallel-sizes", "1,2", "--scaling", "strong")
 

@@ -205,7 +205,7 @@ def test_a_run_is_drawn(stub: Stub, tmp_path: Path) -> None:
             "'hf' is not offered (one of random, random-mm, mix, sharegpt, custom, prefix_repetition): its dataset",
         ),
         (["--hf-split", "train"], "--hf-split train is refused: its dataset is not offered; write the prompts to a file"),
-        (["--tokenizer-mode", "mistral"], "--tokenizer-mode mistral is refused"),
+        (["--tokenizer-mode", "kimi_k3"], "--tokenizer-mode kimi_k3 is refused"),
         (["--num-promts", "5"], "did you mean '--num-prompts'?"),
         (["--random", "5"], "ambiguous option '--random': it may be --random-input-len, --random-output-len"),
         (["--dataset-name", "random-mm"], "random-mm is for --backend openai-chat"),

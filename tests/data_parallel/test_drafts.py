@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxllm.model_parts import MoE
 from jaxllm.parallel.mesh import DATA
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.speculative import control
@@ -90,7 +91,8 @@ def hot(prompts, most_drafts):
 
 @pytest.mark.slow
 def test_a_layer_for_multi_token_prediction_shares_its_experts_between_ranks(tmp_path):
-    """Ranks of two devices. Drafts are those that NumPy proposes while the target's experts move, of which it has no copies."""
+    """Ranks of two devices. Drafts are those that NumPy proposes while the target's experts move, of which it has no copies; nor are its
+    experts counted."""
     directory = write_with_next_token_layer(tmp_path)
     options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "tensor_parallel_size": 2}
     options |= {"enable_eplb": True, "eplb_config": {"window_size": 3, "step_interval": 4, "num_redundant_experts": 4}}
@@ -121,8 +123,10 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_ranks(tmp
     prompts = [result.prompt for result in results]
     check(engines.run(core, hot(prompts, None)), engines.run(core, hot(prompts, 0)))
     assert core.stats().num_accepted_tokens > 20
-    weights, drafter = core.runner.weights, core.runner.shapes.functions.latest.drafter
-    assert drafter.config.layers[0].mlp.num_redundant == 0
+    weights, drafter, target = core.runner.weights, core.runner.shapes.functions.latest.drafter, core.model_config
+    assert (drafter.config.layers[0].mlp.num_redundant, target.layers[-1].mlp.num_redundant) == (0, 4)
+    assert core.expert_load()["layers"] == [i for i, layer in enumerate(target.layers) if isinstance(layer.mlp, MoE)]
+    assert len(core.stats().even_expert_load) == target.num_layers
     shared = [shape for shape in weights.shapes[weights.parts[1]] if DATA in str(shape.sharding.spec)]
     assert [shape.sharding.shard_shape(shape.shape)[0] for shape in shared] == [2, 2]
     assert not np.array_equal(core._expert_load._layout.slots[-1], np.arange(12) % 8), "no expert moved"

@@ -17,6 +17,8 @@ from tests.helpers import engines, goldens
 pytestmark = pytest.mark.slow
 
 NAME = "llama_gqa"
+SIZE = 2
+"""Devices, so that programs have collectives."""
 START = """
 import json, sys
 import jax
@@ -49,83 +51,72 @@ core.shutdown()
 """
 
 
-def options_for(size: int) -> dict:
-    return {**engines.SMALL, "tensor_parallel_size": size, "num_gpu_blocks_override": 29}
+OPTIONS = {**engines.SMALL, "tensor_parallel_size": SIZE, "num_gpu_blocks_override": 29}
 
 
-def environment(size: int) -> dict[str, str]:
+def environment() -> dict[str, str]:
     # Quick to compile, not quick to run.
     flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={size} --xla_backend_optimization_level=0"
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={SIZE} --xla_backend_optimization_level=0"
     )
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-def python(size: int, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], env=environment(size), capture_output=True, text=True)
+def python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def start(size: int, **options) -> dict:
-    return json.loads(python(size, "-c", START, json.dumps({**options_for(size), **options})).splitlines()[-1])
+def start(**options) -> dict:
+    return json.loads(python("-c", START, json.dumps({**OPTIONS, **options})).splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def artifact(request, tmp_path_factory) -> tuple[int, Path]:
-    size, directory = request.param, tmp_path_factory.mktemp("compiled") / "artifact"
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("compiled") / "artifact"
     flags = []
-    for name, value in options_for(size).items():
+    for name, value in OPTIONS.items():
         name = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         else:
             flags += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     command = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
-    out = python(size, "-c", command, "compile", str(goldens.golden(NAME).directory), "--output", str(directory), *flags)
+    out = python("-c", command, "compile", str(goldens.golden(NAME).directory), "--output", str(directory), *flags)
     assert out.startswith("19 programs")
-    return size, directory
+    return directory
 
 
-of_one_device = pytest.mark.parametrize("artifact", [1], indirect=True)
-
-
+@pytest.mark.newer
 def test_a_new_process_starts_from_it_without_tracing_or_compiling(artifact):
-    size, directory = artifact
-    started = start(size, compiled_artifact=str(directory), warmup="all")
+    started = start(compiled_artifact=str(artifact), warmup="all")
     assert (started["num_compiled"], started["num_loaded"], started["late"]) == (0, 19, 0)
     assert started["tokens"][0] == goldens.golden(NAME).results[4].tokens[:12]
     assert all(len(tokens) == 12 for tokens in started["tokens"])
 
 
-@of_one_device
 def test_only_what_is_needed_is_loaded_with_lazy_warm_up(artifact):
-    size, directory = artifact
-    started = start(size, compiled_artifact=str(directory), warmup="lazy")
+    started = start(compiled_artifact=str(artifact), warmup="lazy")
     assert started["num_compiled"] == 0 and started["num_loaded"] < 19
 
 
 def engine(directory: Path, **options) -> EngineCore:
     model = str(goldens.golden(NAME).directory)
-    return EngineCore(
-        EngineConfig.from_options(model=model, **{**options_for(1), "compiled_artifact": str(directory), **options})
-    )
+    return EngineCore(EngineConfig.from_options(model=model, **{**OPTIONS, "compiled_artifact": str(directory), **options}))
 
 
-@of_one_device
 def test_an_engine_that_differs_is_told_everything_in_which_it_does(artifact):
-    size, directory = artifact
     with pytest.raises(ConfigError) as caught:
-        engine(directory, max_num_seqs=3, max_logprobs=5)
+        engine(artifact, max_num_seqs=3, max_logprobs=5)
     text = str(caught.value)
     assert "max_num_seqs is 3, the artifact has 4" in text and "max_logprobs is 5, the artifact has 20" in text
     assert "XLA_FLAGS is" in text and "jaxllm compile" in text
 
 
-@of_one_device
 def test_a_cache_that_does_not_fit_here_is_refused(artifact, tmp_path):
     copy = tmp_path / "copy"
-    shutil.copytree(artifact[1], copy)
+    shutil.copytree(artifact, copy)
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["compiled_for"]["num_gpu_blocks"] = 10**9
     (copy / "manifest.json").write_text(json.dumps(manifest))
@@ -133,8 +124,7 @@ def test_a_cache_that_does_not_fit_here_is_refused(artifact, tmp_path):
         engine(copy, num_gpu_blocks_override=None)
 
 
-@of_one_device
 def test_compile_writes_into_no_directory_that_holds_something(artifact):
     from jaxllm.cli.main import main
 
-    assert main(["compile", str(goldens.golden(NAME).directory), "--output", str(artifact[1]), "-q"]) == 1
+    assert main(["compile", str(goldens.golden(NAME).directory), "--output", str(artifact), "-q"]) == 1

@@ -117,7 +117,7 @@ def test_fp8_weights_and_cache(token_ids, exact):
 def test_scales_of_a_checkpoint_on_two_devices(token_ids, exact, tmp_path):
     """Keys and values are divided by these scales when written and multiplied when read."""
     config, state = demo("fp8")
-    config = dataclasses.replace(config, formats=(Fp8(True, "weight_scale", kv_cache=True),))
+    config = dataclasses.replace(config, formats=(Fp8(computes=True, scale_name="weight_scale", kv_cache=True),))
     model = build_model(config)
     arrays = {path: variable[...] for path, variable in parameters(state)}
     arrays |= {path: np.array([0.03, 0.07], np.float32) for path, _ in parameters(model) if path[-1] == "kv_scale"}

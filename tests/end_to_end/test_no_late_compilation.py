@@ -112,6 +112,7 @@ def traffic():
     return sorted(arrivals, key=lambda arrival: arrival[0])
 
 
+@pytest.mark.newer
 def test_mixed_traffic_compiles_nothing(core, monkeypatch):
     engines.renew(core)  # the programs that an engine runs once have not run
     arrivals, used = traffic(), set()

@@ -6,6 +6,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.core import EngineCore
+from scripts import make_goldens
 from tests.helpers import engines, goldens
 from tests.helpers.parity import NUM_TOKENS, check
 from tests.helpers.slow import slow_except
@@ -24,7 +25,17 @@ LEFT_OUT = (
 )
 """Engines keep and schedule these like others here; what differs is in the model, where tests/models compares all logits."""
 VARIANTS = [name for name in goldens.NAMES if name not in LEFT_OUT]
-SMALL_POOL = {"mistral_window": 6, "phi3": 6, "cohere2": 30, "exaone4": 30, "gemma3": 30, "olmo3": 30, "gpt_oss": 14}
+SMALL_POOL = {
+    "mistral_window": 6,
+    "phi3": 6,
+    "cohere2": 30,
+    "exaone4": 30,
+    "gemma3": 30,
+    "olmo3": 30,
+    "gpt_oss": 14,
+    "laguna": 30,
+    "mimo_v2_flash": 30,
+}
 """Number of blocks; by default 12, of which 11 are usable, while four requests of up to 104 tokens need 7 each. Requests that hold
 only a window of 16 tokens need 2 or 3; models with several groups of layers need blocks for each."""
 
@@ -125,10 +136,18 @@ def test_other_engines(name, options):
 
 
 @pytest.mark.torch
-def test_live_against_transformers():
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen2", {}), ("qwen3_5_moe", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12})],
+)
+def test_live_against_transformers(name, options, tmp_path):
+    """Without a golden, of random weights, in chunks on two devices."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    directory = goldens.golden("qwen2").directory
+    directory = goldens.FOLDER / name
+    if not directory.is_dir():
+        directory = tmp_path
+        make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3).save_pretrained(directory)
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(reference.config.vocab_size, size=length).tolist() for length in (2, 19, 31)]
@@ -141,7 +160,7 @@ def test_live_against_transformers():
         expected.append(ids[0, len(prompt) :].tolist())
         expected_logprobs.append([logprobs[i, token] for i, token in enumerate(prompt[1:])])
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
-    with LLM(str(directory), **engines.SMALL) as llm:
+    with LLM(str(directory), **{**engines.SMALL, **options}) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     for prompt, output, tokens, logprobs in zip(prompts, outputs, expected, expected_logprobs, strict=True):
         assert output.outputs[0].token_ids == tokens

@@ -15,10 +15,12 @@ NUM_BLOCKS = {"mistral_window": 8, "qwen2_window": 16}
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("llama_gqa", 2),  # two KV heads, split
+        pytest.param("llama_gqa", 2, marks=pytest.mark.newer),  # two KV heads, split
         ("llama_mha", 8),  # a KV head for each query head, split
         ("llama_bias", 8),  # two KV heads, copied; a bias that is added once, after the sum over devices
         ("qwen2_window", 2),  # biases that are split; windows
+        ("granite_hybrid", 2),  # states of one group's heads, whose vectors are copied
+        ("lfm2", 2),  # states by row, biases of convolutions
         ("qwen3", 8),  # norms of heads; one table of the vocabulary for both ends
     ],
 )

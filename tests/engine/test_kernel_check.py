@@ -25,12 +25,13 @@ from jaxllm.errors import ConfigError, KernelCheckError
 from jaxllm.kernel_policy import platform_policy
 from jaxllm.kernel_verdicts import OpReport, VerdictStore
 from jaxllm.model_parts import MLP, Audio, Vision
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
-from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, quantize, segment_attention
+from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, quantize, segment_attention, state_space
 from pallas_kernels.checking.attention import Batch
 from pallas_kernels.expert_choice import Rule
 from tests.helpers import engines, goldens
@@ -478,15 +479,22 @@ def test_a_mixture_has_kernels_that_are_checked_in_its_shapes(tmp_path):
     assert check.run().report == {"expert_choice": OpReport("triton", "passed")}
 
 
-def test_linear_attention_has_a_kernel_that_is_checked_in_its_shapes():
-    directory = goldens.golden("qwen3_next").directory
+@pytest.mark.parametrize(
+    ("golden", "op", "wanted"),
+    [
+        ("qwen3_next", "gated_delta", gated_delta.Shapes("float32", 2, 2, 16, 8)),
+        ("granite_hybrid", "state_space", state_space.Shapes("float32", 1, 4, 12, 16)),
+    ],
+)
+def test_states_by_row_have_kernels_that_are_checked_in_their_shapes(golden, op, wanted):
+    directory = goldens.golden(golden).directory
     config = EngineConfig.from_options(model=str(directory), **engines.SMALL, tensor_parallel_size=2)
     prepared = Prepared.of(config, directory, (), StartTimes())
     model = prepared.model_config
     found = kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False)
-    assert found["gated_delta"] == ("triton", "xla")
+    assert found[op] == ("triton", "xla")
     shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan)
-    assert shapes["gated_delta"] == (gated_delta.Shapes("float32", 2, 2, 16, 8),)
+    assert shapes[op] == (wanted,)
 
 
 @pytest.mark.slow
@@ -629,3 +637,10 @@ def test_fp8_products_are_computed_in_the_new_way_where_that_was_verified_or_is_
     assert not kernel_choice.may_quantize_by_kernels("xla", on_gpu=True)
     assert platform_policy(on_gpu=True).max_weight_only_rows > 0
     assert platform_policy(on_gpu=True, has_weight_only=False).max_weight_only_rows == 0
+
+
+def test_products_in_fp8_are_quantised_by_kernels_in_the_widths_of_a_device():
+    model = load_model_config(goldens.FOLDER / "llama_gqa", dtype="bfloat16", quantization="fp8")
+    assert kernel_choice.quantized_widths(model, 1) == (64, 96)
+    assert kernel_choice.quantized_widths(model.for_tensor_parallel(2), 2) == (64, 32, 48)
+    assert kernel_choice.quantized_widths(load_model_config(goldens.FOLDER / "llama_gqa"), 1) == ()

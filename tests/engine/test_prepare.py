@@ -12,7 +12,9 @@ from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine import prepare, step_sizes
 from jaxllm.engine.prepare import Prepared, resolve_sizes
 from jaxllm.errors import ConfigError
+from jaxllm.layers.build import build_model
 from jaxllm.loaders.load import load_weights
+from jaxllm.models.load_config import load_model_config
 from jaxllm.runner.runner import ModelRunner
 from jaxllm.sampling.processors import Processor
 from jaxllm.sampling.variants import Variant
@@ -180,3 +182,25 @@ def test_a_step_that_needs_more_than_estimated_makes_the_cache_smaller(monkeypat
 def test_a_directory_that_is_no_artifact_is_an_error_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="no compiled artifact"):
         prepared(compiled_artifact=str(DIRECTORY))
+
+
+def test_experts_that_each_step_widens_are_told(caplog):
+    config = load_model_config(goldens.FOLDER / "qwen3_moe", quantization="int8").for_tensor_parallel(1)
+    for each, count in ((config.in_tiles(), 0), (config, 1)):
+        prepare.warn_of_widened_experts([build_model(each)], "bfloat16")
+        assert sum("--dequantize if they fit into memory in bfloat16" in text for text in caplog.messages) == count
+
+
+@pytest.mark.parametrize(
+    ("has_kernels", "dequantize", "is_stored"), [(True, None, True), (False, None, False), (False, False, True)]
+)
+def test_fp8_blocks_stay_as_stored_on_a_gpu_that_has_kernels_for_them_or_if_asked(
+    monkeypatch, has_kernels, dequantize, is_stored
+):
+    monkeypatch.setattr(prepare, "wants_tiles", lambda *_, **__: has_kernels)
+    given = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = EngineConfig.from_options(
+        model="unused", hf_overrides=given, dequantize=dequantize, skip_tokenizer_init=True, load_format="dummy"
+    )
+    _, model_config = prepare.resolve_sizes(config, goldens.FOLDER / "qwen3", device_bytes=16 << 30)
+    assert [format.computes for format in model_config.formats] == [is_stored]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.gguf_files.splits import SPLITS, pre_tokenizer
-from jaxllm.text.tokenizer import _BYTE_OF_LETTER
+from jaxllm.text.byte_letters import BYTES
 
 KNOWN = json.loads(Path(__file__).with_name("splits.json").read_text(encoding="utf-8"))
 BY_CASE = {"При|Вет| мир": "gpt-4o tekken tiny_aya youtu kimi-k2", "हिन्दी": "gpt-4o tekken kimi-k2"}
@@ -18,7 +18,7 @@ BY_CASE = {"При|Вет| мир": "gpt-4o tekken tiny_aya youtu kimi-k2", "ह
 
 def parts(name, text):
     split = pre_tokenizer(name).pre_tokenize_str(text)
-    return [bytes(_BYTE_OF_LETTER[letter] for letter in part).decode() for part, _ in split]
+    return [bytes(BYTES[letter] for letter in part).decode() for part, _ in split]
 
 
 @pytest.mark.parametrize("name", KNOWN["parts"])

@@ -35,11 +35,15 @@ class FakeStore:
         share_lost: float = 0.0,
         share_damaged: float = 0.0,
         max_transfers: int = 3,
+        lends: bool = False,
     ):
         """slots: of FakeCopies. share_lost: of contents that are found, but cannot be read. share_damaged: of those that are read wrong,
         which half the time only the devices notice. max_transfers: more writes are refused."""
         self.rng, self.slots, self.writes, self.capacity, self.max_transfers = rng, slots, writes, capacity, max_transfers
         self.share_lost, self.share_damaged = share_lost, share_damaged
+        self.is_lender = lends
+        self.lent: set[int] = set()
+        """Lent slots, which follow the others, that were not given back."""
         self.contents: dict[bytes, Any] = {}
         self.listener: TierListener | None = None
         self.tells = False
@@ -52,10 +56,21 @@ class FakeStore:
     def find(self, names: Sequence[bytes]) -> list[bytes]:
         return [name for name in names if name in self.contents]
 
+    def lends(self, names: Sequence[bytes]) -> list[bytes]:
+        return [name for name in names if name in self.contents] if self.is_lender else []
+
+    def give_back(self, slot: int) -> None:
+        self.lent.remove(slot)
+        self.slots[slot] = (["given back"], ["given back"])
+
     def seconds(self, num_blocks: int) -> float:
         return 0.001 * num_blocks
 
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        if self.is_lender:
+            assert not slots, "a lender needs no slots"
+            slots = range(len(self.slots), len(self.slots) + len(names))
+            self.slots += [(["empty"], ["empty"])] * len(names)
         self._begin(number, names, slots, is_read=True)
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
@@ -72,7 +87,12 @@ class FakeStore:
     def finished(self) -> list[Transfer]:
         over = [] if self.is_stuck else [transfer for transfer in self.transfers if self.rng.random() < 0.4]
         self.transfers = [transfer for transfer in self.transfers if transfer not in over]
-        found = [Transfer(transfer.number, self._end(transfer), 0.001) for transfer in over]
+        found = []
+        for transfer in over:
+            is_right = self._end(transfer)
+            lent = transfer.slots if self.is_lender and transfer.is_read else ()
+            self.lent.update(lent)
+            found.append(Transfer(transfer.number, is_right, 0.001, lent))
         self._tell()
         return found
 

@@ -20,6 +20,7 @@ from tests.helpers import engines, goldens
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
+LINEAR += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 PROMPT = list(range(3, 19))
 
 

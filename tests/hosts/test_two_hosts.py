@@ -126,18 +126,17 @@ def of_one_device(directory):
     core.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "num_ranks", "size", "more"),
-    [
-        (2, 4, 1, {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4}}),
-        (1, 2, 1, {"speculative_config": {**rank_scenario.ITSELF, "num_speculative_tokens": 1}}),
-    ],
-    ids=["two ranks each", "a rank each, with drafts"],
-)
-def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_device, num_devices, num_ranks, size, more):
-    """Requests of every kind, with preemptions, cached prefixes, sleep, a step that cannot be planned, and in one layout moving experts."""
-    layout = {"data_parallel_size": num_ranks, "tensor_parallel_size": size, "enable_expert_parallel": True}
-    with two_hosts(rank_scenario, directory, num_devices=num_devices, **layout, **more) as hosts:
+def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_device):
+    """Two each, with drafts and experts that move. Requests of every kind, with preemptions, cached prefixes, sleep, and a step that
+    cannot be planned."""
+    options = {
+        "data_parallel_size": 4,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"window_size": 8, "step_interval": 8, "num_redundant_experts": 4},
+        "speculative_config": {**rank_scenario.ITSELF, "num_speculative_tokens": 1},
+    }
+    with two_hosts(rank_scenario, directory, **options) as hosts:
         for found in json.loads(line_of(hosts[0], directory / "host0")):
             assert found.keys() == of_one_device.keys()
             for name, numbers in of_one_device.items():
@@ -149,10 +148,9 @@ def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
     ("killed", "name", "layout"),
     [
         (0, host_scenario.NAME, {"tensor_parallel_size": 4}),
-        (1, host_scenario.NAME, {"tensor_parallel_size": 4}),
         (1, rank_scenario.NAME, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
-    ids=["host 0 of one mesh", "host 1 of one mesh", "of two ranks of two"],
+    ids=["host 0 of one mesh", "host 1 of two ranks of two"],
 )
 def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, name, layout):
     model = goldens.golden(name)

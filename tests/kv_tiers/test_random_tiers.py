@@ -25,6 +25,7 @@ HOST_CHOICES: dict[str, list[Any]] = {
         ({},),
         ({"share_lost": 0.2, "share_damaged": 0.2, "capacity": 20},),
         ({"max_transfers": 1}, {"share_lost": 0.1}),
+        ({"share_lost": 0.1}, {"lends": True, "share_lost": 0.2, "share_damaged": 0.2}),
     ],
 }
 NUM_EVENTS = 250
@@ -47,6 +48,7 @@ def run(seed: int, chosen: dict[str, Any]) -> tuple[int, int, int]:
         return HostTier(made[0], AlwaysWorth(), **of_tier, stores=stores), made[0]
 
     num_steps = run_load(seed=seed, caching=True, make_tier=make_tier, num_events=NUM_EVENTS, **chosen)
+    assert not any(store.lent for store in stores), "lent slots were not given back"
     return num_steps, made[0].num_written, sum(store.num_read for store in stores)
 
 

@@ -7,13 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxllm.kernel_policy import ALIKE
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.source import Module
+from jaxllm.layers.step import Step
 from jaxllm.loaders.load import load_weights
 from jaxllm.models.load_config import load_model_config
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.mesh import TENSOR, make_mesh
+from jaxllm.parallel.shards import TensorShards
+from jaxllm.quantization.formats.fp8 import Fp8
+from jaxllm.quantization.fp8 import quantize
+from pallas_kernels.quantize import scaled
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 
@@ -76,3 +84,28 @@ def test_a_program_with_kernels_has_no_other_quantisation():
         name: text.count(f"name={name}\n") + text.count(f"name={name} ") for name in ("add_norm_quantize", "silu_up_quantize")
     }
     assert calls == {"add_norm_quantize": 2 * num_layers - 1, "silu_up_quantize": num_layers}, text[:2000]
+
+
+def test_each_device_quantises_its_part_of_a_vector_and_one_adds_the_bias():
+    rng, mesh = np.random.default_rng(0), make_mesh(2)
+    linear = Linear("tf,fd->td", (64, 24), ("mlp", "embed"), "bfloat16", modules=[Module("down", (24,))], bias=True)
+    linear.take_formats([Fp8(computes=True)])
+    weight, bias = rng.normal(size=(24, 64)).astype(np.float32), 10 * rng.normal(size=24).astype(np.float32)
+    x = rng.normal(size=(5, 64)) * np.repeat([1, 1e-3], 32)
+    values, scale = quantize(weight)
+    graph, state = nnx.split(linear)
+    arrays = {"values": values, "scale": scale, "bias": jnp.asarray(bias, jnp.bfloat16)}
+    specs = {"values": PartitionSpec(None, TENSOR), "scale": PartitionSpec(), "bias": PartitionSpec()}
+
+    def product(arrays, x):
+        own = nnx.from_flat_state([(path, variable.replace(arrays[path[-1]])) for path, variable in nnx.to_flat_state(state)])
+        shards = TensorShards(2, ALIKE)
+        step = Step(jnp.zeros(5, int), jnp.zeros(5, int), None, shards=shards, quantization=XLA)  # type: ignore[arg-type]
+        sums = step.sums(nnx.merge(graph, own), x.astype(jnp.bfloat16))
+        return shards.sum(scaled(sums).astype(jnp.float32))
+
+    run = jax.shard_map(
+        product, mesh=mesh, in_specs=(specs, PartitionSpec(None, TENSOR)), out_specs=PartitionSpec(), check_vma=False
+    )
+    found, exact = np.asarray(jax.jit(run)(arrays, x)), x @ weight.T + bias
+    assert np.abs(found - exact).max() < 0.03 * np.abs(exact).max()

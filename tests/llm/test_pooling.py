@@ -11,6 +11,7 @@ import pytest
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, InvalidRequestError
 from jaxllm.llm import LLM
+from jaxllm.model_parts import Classifier
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_config import PoolingConfig
 from jaxllm.pooling_params import PoolingParams
@@ -22,9 +23,17 @@ from tests.helpers.fake_engine_core import WIDTH, FakeEngineCore
 from tests.helpers.scripted_core import fake_core
 
 
-def core_of(directory: Path, *, generates: bool = True, pooling: PoolingConfig | None = None) -> FakeEngineCore:
+def core_of(
+    directory: Path, *, generates: bool = True, pooling: PoolingConfig | None = None, labels: tuple[str, ...] = ()
+) -> FakeEngineCore:
+    """labels: of a classifier; empty: it is none."""
     core = fake_core(directory, max_model_len=32)
-    core.model_config = dataclasses.replace(core.model_config, generates=generates, pooling=pooling or PoolingConfig())
+    core.model_config = dataclasses.replace(
+        core.model_config,
+        generates=generates and not labels,
+        pooling=pooling or PoolingConfig(),
+        classifier=Classifier(labels, "score", "softmax") if labels else None,
+    )
     return core
 
 
@@ -149,6 +158,29 @@ def test_an_embedding_model_generates_nothing(model_directory: Path) -> None:
         llm.generate("one")
     assert error.value.param == "model"
     assert len(llm.embed("one", use_tqdm=False)) == 1
+
+
+def test_a_classifier_makes_classes_and_scores_pairs(model_directory: Path) -> None:
+    llm = llm_of(model_directory, labels=("good",))
+    (output,) = llm.classify([[3, 3]], use_tqdm=False)
+    assert len(output.outputs.probs) == output.outputs.num_classes == WIDTH  # as many as the fake core's vectors have
+    tokenizer = llm.get_tokenizer()
+    found = llm.score("one ", ["two", "three four"], use_tqdm=False)
+    assert [each.prompt_token_ids for each in found] == [tokenizer.encode("one two"), tokenizer.encode("one three four")]
+    params = request_of(llm, [5], PoolingParams()).pooling_params
+    assert params == PoolingParams(task="classify", use_activation=True, skip_reading_prefix_cache=False)
+    for call, message in (
+        (lambda: llm.embed("one"), "is a classifier and makes no embeddings"),
+        (lambda: llm.generate("one"), "runs as a classifier and generates no text"),
+        (lambda: llm.chat([{"role": "user", "content": "one"}]), "runs as a classifier and generates no text"),
+        (lambda: llm.classify("one", pooling_params=PoolingParams(dimensions=2)), "a number for each class"),
+        (lambda: llm.score([[1]], [[2]]), "texts that are scored must be strings"),
+        (lambda: llm_of(model_directory, labels=("good", "bad")).score("one", "two"), "has 2 classes"),
+        (lambda: llm_of(model_directory).classify("one"), "has no classification head"),
+        (lambda: llm.classify({"prompt_token_ids": [1, 2], "token_type_ids": [0, 1]}), "one type of tokens"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            call()  # type: ignore[no-untyped-call]
 
 
 def failing(core: FakeEngineCore) -> FakeEngineCore:

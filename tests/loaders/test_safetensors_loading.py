@@ -16,7 +16,7 @@ from jaxllm.loaders.safetensors import Checkpoint
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
-from scripts.saving import save_safetensors, write_safetensors
+from scripts.saving import write_safetensors
 from tests.helpers import goldens
 from tests.helpers.slow import slow_except
 
@@ -153,24 +153,6 @@ def test_rotary_buffers_and_a_tied_head_may_be_there(tmp_path):
     expected = load(directory)
     rewrite(directory, change)
     assert_equal(load(directory), expected)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "vision", "text"),
-    [
-        ("Gemma3ForConditionalGeneration", "vision_tower", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
-        ("Llama4ForConditionalGeneration", "vision_model", {"num_local_experts": 3, "intermediate_size_mlp": 64}),
-    ],
-)
-def test_a_text_model_leaves_the_weights_for_images(tmp_path, architecture, vision, text):
-    raw = json.loads((goldens.FOLDER / "llama_gqa" / "config.json").read_text())
-    described = {"architectures": [architecture], "text_config": {**raw, "head_dim": 16, **text}}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    config = load_model_config(tmp_path)
-    state = load_weights(config, build_model(config), tmp_path, load_format="dummy", mesh=make_mesh())
-    save_safetensors(config, state, tmp_path, described)
-    rewrite(tmp_path, lambda tensors: tensors.update({f"{vision}.embeddings.weight": np.zeros(3, np.float32)}))
-    assert_equal(load(tmp_path), state)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):

@@ -49,7 +49,6 @@ def answers(llm: LLM, adapter: LoRARequest | None, kinds: Iterable[str] = tuple(
             512,
             {"tensor_parallel_size": 2, "num_gpu_blocks_override": 14},
         ),  # too few blocks for all: some are preempted
-        ("qwen3", 8, {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 14}),
         (
             "qwen3_moe",
             64,

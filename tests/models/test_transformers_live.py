@@ -1,10 +1,14 @@
 """The goldens' models against transformers itself, where torch is installed."""
 
+import json
+
 import numpy as np
 import pytest
 
-from scripts import make_goldens, make_picture_goldens
+from scripts import make_encoder_goldens, make_goldens, make_picture_goldens
 from tests.helpers import goldens
+from tests.helpers.encoders import check, make_core
+from tests.helpers.slow import slow_except
 
 pytestmark = pytest.mark.torch
 
@@ -17,7 +21,7 @@ def torch():
 def test_the_script_that_makes_goldens_knows_each():
     folders = {path.name for path in make_goldens.FOLDER.iterdir() if any(path.glob("*.json"))}
     of_audio = {path.parent.name for path in make_goldens.FOLDER.glob("*/audio.json")}
-    assert {*make_goldens.kept(), *make_picture_goldens.kept(), *of_audio} == folders
+    assert {*make_goldens.kept(), *make_picture_goldens.kept(), *make_encoder_goldens.kept(), *of_audio} == folders
     assert make_goldens.VARIANTS.keys() >= set(make_goldens.kept())
     assert sorted(make_picture_goldens.VARIANTS) == make_picture_goldens.kept()
 
@@ -38,7 +42,7 @@ def test_logits_equal_transformers(name, torch):
 @pytest.mark.parametrize("name", sorted(make_goldens.VARIANTS.keys() - set(goldens.NAMES)))
 def test_logits_of_variants_without_a_golden_equal_transformers(name, torch, tmp_path):
     reference = make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3)
-    reference.save_pretrained(tmp_path)
+    make_goldens.save(reference, tmp_path)
     config, state = goldens.load(tmp_path)
     token_ids = np.random.default_rng(0).integers(config.vocab_size, size=56).tolist()
     with torch.no_grad():
@@ -60,3 +64,52 @@ def test_hidden_states_of_a_bare_decoder_equal_transformers(name, torch, tmp_pat
     with torch.no_grad():
         expected = reference(torch.tensor([token_ids])).last_hidden_state[0].numpy()
     np.testing.assert_allclose(goldens.hidden(config, state, token_ids, pad_to=104), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_the_text_model_beside_an_encoder_equals_transformers(is_fused, torch, tmp_path):
+    """Qwen 3.5 with experts, as transformers saves it and as it is published: with the experts of a layer in one tensor. Then with the
+    other gate of linear attention's output, which transformers does not read from a config."""
+    import transformers
+    from safetensors.numpy import load_file, save_file
+
+    text = make_goldens.VARIANTS["qwen3_5_moe"].to_dict()
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+    vision = {**sizes, "out_hidden_size": text["hidden_size"]}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    reference = transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.normal_(0, 0.15)
+    reference.save_pretrained(tmp_path)
+    if is_fused:
+        file = tmp_path / "model.safetensors"
+        others = {name: value for name, value in load_file(file).items() if ".experts." not in name}
+        fused = {name: weight.detach().numpy() for name, weight in reference.named_parameters() if ".experts." in name}
+        save_file({**others, **fused}, file)
+    token_ids = np.random.default_rng(0).integers(text["vocab_size"], size=40).tolist()
+    for gate in ("silu", "sigmoid"):
+        for layer in reference.model.language_model.layers[:3]:
+            layer.linear_attn.norm.activation = gate
+        raw = json.loads((tmp_path / "config.json").read_text())
+        raw["text_config"]["output_gate_type"] = gate
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with torch.no_grad():
+            expected = reference(torch.tensor([token_ids])).logits[0].numpy()
+        found = goldens.logits(*goldens.load(tmp_path), token_ids)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["xlm_roberta_reranker"], sorted(make_encoder_goldens.VARIANTS.keys() - set(make_encoder_goldens.kept()))),
+)
+def test_encoders_and_classifiers_equal_transformers(name, torch, tmp_path):
+    model = make_encoder_goldens.random_model(name)
+    model.save_pretrained(tmp_path)
+    prompts = make_encoder_goldens.prompts_of(name)
+    results = [{**each, "found": make_encoder_goldens.compute(model, **each).numpy()} for each in prompts]
+    core = make_core(tmp_path)
+    check(core, results, "token_embed" if core.model_config.classifier is None else "classify")
+    core.shutdown()

@@ -85,10 +85,14 @@ def sinks_of(case: Case) -> dict[str, jax.Array]:
 
 
 def expected_of(case: Case, arrays: list[jax.Array], scale: float, k_scale: float, v_scale: float) -> np.ndarray:
-    q, k, v, table, length = arrays
-    q, k, v = q.astype(jnp.float32), k.astype(jnp.float32) * k_scale, v.astype(jnp.float32) * v_scale
     options = {"scale": scale, "window": case.window, "soft_cap": case.soft_cap} | sinks_of(case)
-    return np.asarray(reference.paged_decode(q, k, v, jnp.minimum(table, k.shape[0] - 1), length, **options))
+
+    @jax.jit
+    def decode(q, k, v, table, length):
+        q, k, v = q.astype(jnp.float32), k.astype(jnp.float32) * k_scale, v.astype(jnp.float32) * v_scale
+        return reference.paged_decode(q, k, v, jnp.minimum(table, k.shape[0] - 1), length, **options)
+
+    return np.asarray(decode(*arrays))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -136,8 +140,8 @@ def test_plan_gives_every_tile_to_one_worker_in_even_shares(seed: int) -> None:
     lengths = rng.integers(0, 1200, num_rows) * (rng.random(num_rows) < 0.6)
     window = None if seed % 2 else 300
     tiles = DecodeTiles(min_share=1 + seed % 3)
-    plan = make_plan(jnp.asarray(lengths, jnp.int32), int(num_heads), tiles, window, num_workers)
-    rows, work, workers = (np.asarray(x) for x in plan)
+    planned = jax.jit(lambda lengths: make_plan(lengths, int(num_heads), tiles, window, num_workers))
+    rows, work, workers = (np.asarray(x) for x in planned(lengths.astype(np.int32)))
     first = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // 64
     num_tiles = -(-lengths // 64) - first
     owner: dict[tuple[int, int, int], int] = {}

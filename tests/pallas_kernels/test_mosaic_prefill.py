@@ -76,7 +76,8 @@ def make_arrays(batch: Batch) -> list[jax.Array]:
 def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) -> tuple[np.ndarray, np.ndarray]:
     arrays = make_arrays(batch)
     got = jax.jit(functools.partial(mosaic_prefill.paged_attention, **batch.options, tiles=tiles, interpret=interpret))(*arrays)
-    want = reference.paged_attention(*[x.astype(jnp.float32) if x.dtype == batch.dtype else x for x in arrays], **batch.options)
+    arrays = [x.astype(jnp.float32) if x.dtype == batch.dtype else x for x in arrays]
+    want = jax.jit(functools.partial(reference.paged_attention, **batch.options))(*arrays)
     assert got.dtype == batch.dtype
     return np.asarray(got, np.float32), np.asarray(want)
 
@@ -136,16 +137,9 @@ def test_items_are_the_tiles_with_those_of_most_keys_first(window, min_tokens):
     rows, item_tokens, page_size, padding = ((40, 90), (1, 7), (0, 0), (16, 16), (33, 64)), 16, 8, 5
     start = np.concatenate([[0], np.cumsum([new for new, _ in rows])])
     num_tokens = int(start[-1]) + padding
-    table, num_items = make_items(
-        jnp.asarray(start, jnp.int32),
-        jnp.asarray([n for _, n in rows], jnp.int32),
-        num_tokens,
-        item_tokens,
-        page_size=page_size,
-        window=window,
-        min_tokens=min_tokens,
-        heads=6,
-    )
+    options = {"page_size": page_size, "window": window, "min_tokens": min_tokens, "heads": 6}
+    make = jax.jit(lambda start, length: make_items(start, length, num_tokens, item_tokens, **options))
+    table, num_items = make(start.astype(np.int32), np.array([length for _, length in rows], np.int32))
     expected = {(len(rows) - 1, int(start[-1]), padding, -padding, 0)}
     for row, (new, length) in enumerate(rows):
         begin, last = int(start[row]), int(start[row]) + new

@@ -3,6 +3,7 @@
 import dataclasses
 import runpy
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,7 +22,8 @@ from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
 from scripts.saving import save_orbax
 from tests.helpers import goldens
-from tests.helpers.quantized import PROMPT, assert_equal, by_path, load, write
+from tests.helpers.quantized import PROMPT, answer, assert_equal, by_path, load, write
+from tests.helpers.quantized import assert_near as assert_logits_near
 from tests.helpers.slow import slow_except
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -64,6 +66,15 @@ def per_block(name, weight, size=32):
             scale[i, j] = np.abs(weight[at]).max() / 448
             values[at] = (weight[at] / scale[i, j]).astype(FP8)
     return {name: values, name + "_scale_inv": scale}
+
+
+def spread(values, scale, size=32):
+    """The weight of values and scales per block."""
+    return values.astype(np.float32) * np.kron(scale, np.ones((size, size), np.float32))[: values.shape[0], : values.shape[1]]
+
+
+def widened_blocks(name, weight, size=32):
+    return {name: spread(*per_block(name, weight, size).values(), size)}
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -163,35 +174,109 @@ def test_reading_on_the_device_gives_the_same_arrays(tmp_path, quantization):
     assert_equal(host, device)
 
 
-def test_block_scales_are_applied_and_the_weights_are_plain(tmp_path, caplog):
+def test_weights_with_a_scale_per_block_stay_as_stored_or_are_widened_if_asked(tmp_path):
     directory = write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, per_block)
-    with caplog.at_level("INFO", logger="jaxllm"):
-        config, state = load(directory)
-    assert not config.formats[0].computes
     tensors = safetensors.Checkpoint(directory)
     name = "model.layers.1.mlp.down_proj.weight"
     values, scale = tensors.tensor(name).astype(np.float32), tensors.tensor(name + "_scale_inv")
-    wanted = values * np.kron(scale, np.ones((32, 32), np.float32))[: values.shape[0], : values.shape[1]]
-    np.testing.assert_array_equal(np.asarray(state["blocks"][1]["mlp"]["down"]["weight"][...]).T, wanted)
-    requantized = load(directory, quantization="fp8")[1]
-    down = requantized["blocks"][1]["mlp"]["down"]["weight"]
+    down = load(directory)[1]["blocks"][1]["mlp"]["down"]["weight"]
+    assert down["codes"][...].dtype == FP8
+    np.testing.assert_array_equal(np.asarray(down["codes"][...], np.float32), values)
+    np.testing.assert_array_equal(down["scale"][...], np.repeat(scale, 32, axis=0)[: len(values)])
+    wanted = spread(values, scale)
+    widened = load(directory, dequantize=True)[1]["blocks"][1]["mlp"]["down"]["weight"]
+    np.testing.assert_array_equal(np.asarray(widened[...]).T, wanted)
+    down = load(directory, quantization="fp8")[1]["blocks"][1]["mlp"]["down"]["weight"]
     again = np.asarray(down["values"][...], np.float32) * np.asarray(down["scale"][...])[:, None]
     assert np.abs(again - wanted).max() <= np.abs(wanted).max() / 16
 
 
-@pytest.mark.parametrize(("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4)])
+@pytest.mark.parametrize(
+    ("golden", "size"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen3_next", 1), ("qwen3_next", 4), ("qwen3_5", 2)]
+)
 def test_block_scales_of_experts_and_of_weights_that_are_cut_up(tmp_path, golden, size):
     """Weights that latents are multiplied with; queries and gates of one tensor, with copies of KV heads; heads of linear attention."""
-
-    def widened(name, weight):
-        values, scale = per_block(name, weight).values()
-        wide = np.kron(scale, np.ones((32, 32), np.float32))[: weight.shape[0], : weight.shape[1]]
-        return {name: values.astype(np.float32) * wide}
-
     stored = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     blocks = write(tmp_path / "blocks", stored, per_block, golden=golden)
-    plain = write(tmp_path / "plain", None, widened, golden=golden)
-    assert_equal(load(blocks, tensor_parallel_size=size)[1], load(plain, tensor_parallel_size=size)[1])
+    plain = write(tmp_path / "plain", None, widened_blocks, golden=golden)
+    found, wanted = (load(path, tensor_parallel_size=size, dequantize=True)[1] for path in (blocks, plain))
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("golden", "size", "block"),
+    slow_except(
+        [("qwen3_moe", 2, 32)],
+        [("qwen3_moe", 2, 32), ("qwen3_moe", 4, 128), ("deepseek_v3", 2, 32), ("llama_gqa", 4, 128)],
+    ),
+)
+def test_devices_share_weights_with_a_scale_per_block(tmp_path, golden, size, block):
+    """Blocks that devices share, and blocks that the end of the inputs cuts: 96 inputs in blocks of 128."""
+    stored = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    blocks = write(tmp_path / "blocks", stored, partial(per_block, size=block), golden=golden)
+    plain = write(tmp_path / "plain", None, partial(widened_blocks, size=block), golden=golden)
+    assert any("mlp.gate_up" in name and name.endswith("codes") for name in by_path(load(blocks)[1]))
+    assert_logits_near(blocks, plain, tensor_parallel_size=size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["triton", "auto"])
+def test_an_engine_answers_with_experts_of_blocks_as_with_the_widened_weights(tmp_path, implementation):
+    stored = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head", "mlp.gate"]}
+    blocks = write(tmp_path / "blocks", stored, per_block, golden="qwen3_moe")
+    tokens, logprobs = answer(blocks, tensor_parallel_size=2, attention_implementation=implementation)
+    wanted_tokens, wanted = answer(write(tmp_path / "plain", None, widened_blocks, golden="qwen3_moe"))
+    assert tokens == wanted_tokens
+    np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "bfloat16"])
+def test_scales_of_blocks_in_other_types(tmp_path, dtype):
+    """`scale_fmt: ue8m0`, as in DeepSeek-V3.1, stored as exponents too."""
+
+    def quantize(name, weight):
+        tensors = per_block(name, weight)
+        scale = np.exp2(np.ceil(np.log2(tensors[f"{name}_scale_inv"]))).astype(np.float32)
+        stored = {name: (weight / np.kron(scale, np.ones((32, 32)))[: len(weight), : weight.shape[1]]).astype(FP8)}
+        return stored | {f"{name}_scale_inv": scale}
+
+    def narrow(name, weight):
+        return {key: x if x.dtype == FP8 else x.astype(dtype) for key, x in quantize(name, weight).items()}
+
+    given = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}
+    states = [load(write(tmp_path / write_.__name__, given, write_))[1] for write_ in (quantize, narrow)]
+    assert_equal(*states)
+
+
+def test_saved_weights_with_a_scale_per_block_load_again(tmp_path):
+    source = write(tmp_path / "source", {"quant_method": "fp8", "weight_block_size": [128, 128]}, partial(per_block, size=128))
+    config, state = load(source)
+    goldens.save(config, state, tmp_path / "saved", source)
+    saved, stored = safetensors.Checkpoint(tmp_path / "saved"), safetensors.Checkpoint(source)
+    name = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    np.testing.assert_array_equal(saved.tensor(name), stored.tensor(name))
+    assert_equal(load(tmp_path / "saved")[1], state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, name: tensors | {name: tensors[name].astype(np.float32)}, "is F32 .*not quantised, by --hf-overrides"),
+        (lambda tensors, name: {name: tensors[name]}, "1 missing: model.layers.1.mlp.down_proj.weight_scale_inv"),
+        (lambda tensors, name: tensors | {f"{name}_scale_inv": np.ones((3, 1), np.float32)}, r"\[3, 1\]"),
+        (
+            lambda tensors, name: tensors | {f"{name}_scale_inv": tensors[f"{name}_scale_inv"] * np.float32(np.nan)},
+            "scales of model.layers.1.mlp.down_proj.weight are no numbers",
+        ),
+    ],
+)
+def test_damaged_weights_with_a_scale_per_block_are_refused(tmp_path, change, message):
+    def quantize(name, weight):
+        tensors = per_block(name, weight)
+        return change(tensors, name) if name == "model.layers.1.mlp.down_proj.weight" else tensors
+
+    with pytest.raises(ModelLoadError, match=message):
+        load(write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, quantize))
 
 
 def test_ignored_modules_stay_as_they_are(tmp_path):
@@ -208,14 +293,15 @@ def test_ignored_modules_stay_as_they_are(tmp_path):
     assert np.isfinite(goldens.logits(config, state, PROMPT)).all()
 
 
-def test_gates_of_linear_attention_are_made_of_plain_weights_unless_the_checkpoint_has_fp8_ones(tmp_path):
-    source = goldens.FOLDER / "qwen3_next"
+@pytest.mark.parametrize(("golden", "module"), [("qwen3_next", "in_proj_ba"), ("qwen3_5", "in_proj_a")])
+def test_gates_of_linear_attention_are_made_of_plain_weights_unless_the_checkpoint_has_fp8_ones(tmp_path, golden, module):
+    source = goldens.FOLDER / golden
     config, state = load(source, quantization="fp8")
     assert {"blocks.0.attention.ba.weight", "blocks.0.attention.qkvz.weight.values"} <= by_path(state).keys()
     goldens.save(config, state, tmp_path, source)
     assert_equal(load(tmp_path)[1], state)
     stored = load_model_config(source, overrides={"quantization_config": DYNAMIC})
-    assert stored.formats[0].covers("model.layers.0.linear_attn.in_proj_ba")
+    assert stored.formats[0].covers(f"model.layers.0.linear_attn.{module}")
 
 
 def test_half_of_a_product_cannot_be_quantised(tmp_path):
@@ -248,8 +334,8 @@ def test_fp8_weights_that_are_no_linear_layers_are_widened(tmp_path, golden, sto
 
     def widened(name, weight):
         values, scale = list(quantize(name, weight).values())[:2]
-        spread = np.kron(scale, np.ones((32, 32)))[: weight.shape[0], : weight.shape[1]] if quantize is per_block else scale
-        return {name: (values.astype(np.float32) * spread).astype(np.float32)}
+        wide = spread(values, scale) if quantize is per_block else values.astype(np.float32) * scale
+        return {name: wide.astype(np.float32)}
 
     def outside(quantize):
         """The tensors of a checkpoint that `write` leaves as they are."""
@@ -259,7 +345,9 @@ def test_fp8_weights_that_are_no_linear_layers_are_widened(tmp_path, golden, sto
 
     blocks = write(tmp_path / "fp8", stored, quantize, golden=golden, more=outside(quantize))
     plain = write(tmp_path / "plain", None, widened, golden=golden, more=outside(widened))
-    found, expected = by_path(load(blocks, tensor_parallel_size=size)[1]), by_path(load(plain, tensor_parallel_size=size)[1])
+    options = {"dequantize": True} if quantize is per_block else {}
+    found = by_path(load(blocks, tensor_parallel_size=size, **options)[1])
+    expected = by_path(load(plain, tensor_parallel_size=size)[1])
     shared = found.keys() & expected.keys()
     assert {"head.weight", "embedding.weight"} <= shared and any("mlp.gate_up" in name for name in shared) == (
         golden != "llama_gqa"
@@ -308,7 +396,7 @@ def test_converted_checkpoints_of_blocks_load_again(tmp_path, quantization):
     runpy.run_path(str(script))["convert"](source, tmp_path / "output", "float32", quantization)
     assert orbax.is_checkpoint(tmp_path / "output")
     config, state = load(tmp_path / "output")
-    assert [format.computes for format in config.formats] == ([True] if quantization else [])
+    assert [format.computes for format in config.formats] == [True]
     assert_equal(state, load(source, quantization=quantization)[1])
 
 

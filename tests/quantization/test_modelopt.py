@@ -13,6 +13,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats import read_formats
 from jaxllm.quantization.formats.fp8 import Fp8
+from jaxllm.quantization.formats.fp8_blocks import Fp8Blocks
 from jaxllm.quantization.formats.modelopt import SCHEMES, ModelOpt
 from jaxllm.weight_format import Options
 from tests.helpers import goldens
@@ -60,7 +61,8 @@ def read(given):
 def test_a_config_of_modelopt_is_read(scheme, where):
     given = {"quant_method": "modelopt", **GOLDEN.config(scheme)[where]}
     (format,) = read(given)
-    assert isinstance(format, Fp8 if scheme.startswith("FP8") else ModelOpt)
+    kind = Fp8Blocks if scheme == "FP8_PB_WO" else Fp8 if scheme.startswith("FP8") else ModelOpt
+    assert isinstance(format, kind)
     assert (format.kv_scales is not None) == (scheme in ("FP8", "NVFP4"))
     assert not format.covers("lm_head") and not format.covers("model.embed_tokens")
     assert format.covers("model.layers.0.mlp.gate_proj")
@@ -71,12 +73,16 @@ def test_a_config_of_modelopt_is_read(scheme, where):
 def test_weights_are_those_that_modelopt_reads(scheme, module):
     files = GOLDEN.files(scheme, module)
     format = ModelOpt(algorithm=scheme)
-    if scheme == "FP8_PB_WO":  # a scale for each block of inputs alone, of which the golden's are not multiples
+    wanted = SCHEMES[scheme]
+    if scheme == "FP8_PB_WO":  # the golden's inputs are no multiples of a block's
         (format,) = read(GOLDEN.config(scheme)["quantization_config"])
         np.testing.assert_array_equal(format.widened(files.weight, (slice(None),) * 2, files), files.expected)
-        return
-    arrays = files.arrays(format)
-    wide = numbers.widen(arrays, SCHEMES[scheme], np)
+        wanted = format.scheme_of(module, files.weight.shape[1])
+        assert format.stored(module, *files.expected.shape).keys() == files.entries.keys()
+        arrays = {name: format.part(name, module, *files.expected.shape, files) for name in ("codes", "scale")}
+    else:
+        arrays = files.arrays(format)
+    wide = numbers.widen(arrays, wanted, np)
     # ModelOpt rounds the product of both scales first.
     np.testing.assert_array_max_ulp(wide, files.expected, 1 if "NVFP4" in scheme else 0)
 
@@ -103,7 +109,8 @@ def test_fp8_weights_are_computed_as_those_of_compressed_tensors(tmp_path, algor
 def test_scales_of_blocks_are_applied_or_become_those_of_channels(tmp_path, quantization):
     stored = write(tmp_path / "stored", described("FP8_PB_WO"), PER_BLOCK)
     plain = write(tmp_path / "plain", None, widened(WIDE["FP8_PB_WO"]))
-    assert_equal(load(stored, quantization=quantization)[1], load(plain, quantization=quantization)[1])
+    found = load(stored, quantization=quantization, dequantize=quantization is None)[1]
+    assert_equal(found, load(plain, quantization=quantization)[1])
 
 
 @pytest.mark.parametrize("algorithm", PACKED)

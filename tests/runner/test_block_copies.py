@@ -1,6 +1,7 @@
 """Blocks to host memory and back: contents to the bit, by engines whose layers keep different things on one and more devices."""
 
 import ctypes
+import mmap
 import resource
 import threading
 import time
@@ -22,7 +23,7 @@ from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.runner.block_format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies import arena as arena_module
 from jaxllm.runner.features.block_copies import cuda
-from jaxllm.runner.features.block_copies.arena import Arena, check_memory, check_total
+from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, check_memory, check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
 from jaxllm.runner.features.block_copies.programs import Gather
@@ -238,9 +239,11 @@ def test_checksums_are_a_weighted_sum(shape: Sequence[int]) -> None:
 
 
 def test_consecutive_slots_are_one_copy() -> None:
-    assert list(runs([4, 5, 6, 2, 3, 9], 100)) == [(0, 4, 3), (3, 2, 2), (5, 9, 1)]
-    assert list(runs([4, 5, 6, 7, 8, 9, 10], 4)) == [(0, 4, 4), (4, 8, 3)], "a piece ends behind slot 7"
-    assert list(runs([], 4)) == []
+    assert list(runs([4, 5, 6, 2, 3, 9], 100, 1)) == [(0, 4, 3), (3, 2, 2), (5, 9, 1)]
+    assert list(runs([4, 5, 6, 7, 8, 9, 10], 4, 1)) == [(0, 4, 4), (4, 8, 3)], "a piece ends behind slot 7"
+    assert list(runs([], 4, 1)) == []
+    lent = [(1 << REGION_BITS) + index for index in (1, 2, 3)]
+    assert list(runs([0, *lent], 4, 2)) == [(0, 0, 1), (1, lent[0], 1), (2, lent[1], 2)], "a piece ends behind the first"
 
 
 class FakeCuda:
@@ -260,7 +263,7 @@ class FakeCuda:
         self.num_copies = 0
 
     def cudaHostRegister(self, address: ctypes.c_void_p, size: ctypes.c_size_t, flags: int) -> int:
-        assert flags == 1 and address.value and address.value % 4096 == size.value % 4096 == 0
+        assert flags in (1, 9) and address.value and address.value % 4096 == size.value % 4096 == 0
         self.locked[address.value] = size.value
         return int(self.failing == "cudaHostRegister" and len(self.locked) > 1)
 
@@ -332,7 +335,7 @@ def cuda_copies(
     """10 slots, locked in pieces of 3, for blocks on 2 devices."""
     layout = CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8)
     format, fake = BlockFormat.of(layout, 2, num_copies), FakeCuda()
-    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
     monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096 + 100)
     arena = Arena(10 * 4096, format)
     arena.open()
@@ -372,6 +375,25 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     assert not fake.locked and not fake.streams
 
 
+def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_LENT_BYTES", 2 * 4096)
+    fake, arena, transfer, place = cuda_copies(monkeypatch, 1)
+    memory = mmap.mmap(-1, 5 * 4096)
+    number = arena.add_region(memory)
+    region = arena.regions[number]
+    region.words[...] = np.random.default_rng(0).integers(0, 2**32, region.words.shape, np.uint32)
+    num_locked = len(fake.locked)
+    transfer.add_region(number, region)
+    assert sorted(size // 4096 for size in fake.locked.values())[: len(fake.locked) - num_locked] == [1, 1, 2]
+    zeros = jax.jit(lambda: jax.numpy.zeros((2, 8, region.words.shape[2]), np.uint32), out_shardings=place)
+    lent = [(number << REGION_BITS) + index for index in (1, 2, 3, 4)]
+    back, _ = transfer.to_device(jax.block_until_ready(zeros()), [7, *lent])()
+    np.testing.assert_array_equal(np.asarray(back)[:, 1:5], region.words[1:].swapaxes(0, 1))
+    transfer.remove_region(number)
+    assert len(fake.locked) == num_locked
+    transfer.close()
+
+
 @pytest.mark.parametrize(("failing", "num_copies"), [("cudaMemcpy2DAsync", 2), ("cudaEventSynchronize", 4)])
 def test_a_failed_copy_of_cuda_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch, failing: str, num_copies: int) -> None:
     """The buffers may be given away next."""
@@ -404,7 +426,7 @@ def test_a_small_piece_tells_whether_memory_can_be_locked(
     monkeypatch: pytest.MonkeyPatch, limit: int, arena_bytes: int, expected: int
 ) -> None:
     fake, tried = FakeCuda(), list[int]()
-    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     fake.cudaHostUnregister = lambda address: tried.append(fake.locked.pop(address.value or 0)) or 0  # type: ignore[method-assign]
     cuda.check_locking(arena_bytes, 0)
@@ -468,7 +490,7 @@ def opening(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeCuda, BlockCopier]:
     """A copier on a GPU, whose memory other processes may map."""
     fake = FakeCuda()
     format = BlockFormat.of(CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8), 1)
-    monkeypatch.setattr(cuda, "_load", lambda: fake)
+    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
     monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     runner = SimpleNamespace(shapes=SimpleNamespace(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("devices",))))
@@ -500,6 +522,7 @@ def test_a_thread_that_has_ended_ends_the_engine() -> None:
     copier = core.runner.op_runner(GatherBlocks)
     copier._threads[1]._calls.put(("no call", None))
     copier._threads[1]._thread.join()
+    copier.run(StageBlocks(1, 0, [0]))
     core.add_request(make_request("a", [1, 2, 3], max_tokens=2).spec)
     with pytest.raises(EngineDeadError, match="kv-load, which copies blocks"):
         while core.has_unfinished_requests():

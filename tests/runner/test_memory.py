@@ -5,8 +5,10 @@ import pytest
 
 from jaxllm.cache_spec import FullCache, cache_layout, row_bytes
 from jaxllm.config import EngineConfig
+from jaxllm.engine_plan import plan_engine
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.kernel_policy import GPU
+from jaxllm.layers.build import Widened, build_model
 from jaxllm.model_config import FP8
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.topology import Topology
@@ -127,6 +129,19 @@ def test_a_step_has_room_for_the_weights_that_products_widen(golden, num_values)
     models = [load_model_config(goldens.FOLDER / golden, quantization=name) for name in (None, "int4")]
     plain, packed = (estimate_work_bytes(config, model, GPU) for model in models)
     assert packed - plain >= num_values * 4
+    in_tiles = build_model(models[1].for_tensor_parallel(1).in_tiles())
+    assert estimate_work_bytes(config, models[1], GPU, widened=Widened.of(in_tiles)) == plain
+    assert Widened.of(build_model(models[1])) == (True, golden == "qwen3_moe")
+
+
+def test_a_plan_has_no_room_for_weights_in_tiles():
+    """Which a CPU has if it is asked for kernels."""
+
+    def work_bytes(quantization, wanted):
+        options = {**engines.SMALL, "quantization": quantization, "attention_implementation": wanted}
+        return plan_engine(EngineConfig.from_options(model=str(goldens.FOLDER / "qwen3"), **options)).memory.work_bytes
+
+    assert work_bytes("int8", "triton") == work_bytes(None, "xla") < work_bytes("int8", "xla")
 
 
 def test_a_gpu_that_the_largest_step_fills_is_told_that_fewer_rows_make_room():

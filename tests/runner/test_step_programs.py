@@ -68,7 +68,7 @@ def engine_programs(
     drafter = SimpleNamespace(num_drafts=num_drafts, num_lookahead=num_lookahead, needs_history=True)
     drafts = (Drafts(drafter, GPU, None, 1, 0, 0),) if num_drafts else ()
     adapters = Adapters(SimpleNamespace(changes_logits=True), None, slice(0), Kernels())
-    model = SimpleNamespace(generates=True, pooling=SimpleNamespace(pooling_type="mean"), num_layers=1)
+    model = SimpleNamespace(generates=True, pooling=SimpleNamespace(pooling_type="mean"), classifier=None, num_layers=1)
     programs = object.__new__(StepPrograms)
     functions = StepFunctions(
         merge=None,
@@ -76,7 +76,12 @@ def engine_programs(
         cache=SimpleNamespace(groups=[None] * num_groups, block_size=4),
         max_rows=max_rows,
         kernels=Kernels(),
-        features=(*drafts, *((adapters,) if has_adapters else ()), PromptLogprobsFeature(), PoolingFeature(model)),
+        features=(
+            *drafts,
+            *((adapters,) if has_adapters else ()),
+            PromptLogprobsFeature(),
+            PoolingFeature(model, lambda params: None),
+        ),
         num_logprobs=1,
         logprobs_mode="raw_logprobs",
     )

@@ -30,6 +30,7 @@ from scripts.gpu_checks import (
     jobs,
     kernels,
     logits,
+    parallel_models,
     parts,
     record,
     sanitizing,
@@ -376,6 +377,17 @@ def test_an_engine_over_devices_that_does_not_start_has_failed(monkeypatch) -> N
     monkeypatch.setattr(tensor_parallel_traffic, "LLM", refuse)
     found = list(tensor_parallel.check(tiny=True, deadline=math.inf, sizes=(2,)))
     assert found and all(outcome.failed and "collective memory" in outcome.detail for outcome in found)
+
+
+@pytest.mark.parametrize(("token", "off", "passed"), [(5, 0.1, [True, True]), (6, 0.1, [False, True]), (5, 0.2, [True, False])])
+def test_other_models_over_devices_say_one_devices_tokens_and_are_as_near_to_float32(token, off, passed, monkeypatch) -> None:
+    def answers(run, size, *, dtype, **_):
+        exact = dtype == "float32"
+        return [[5], [5 if size == 1 else token]], [-1.0 if exact else -1.1 if size == 1 else -1.0 - off], {}
+
+    monkeypatch.setattr(parallel_models._Run, "_answers", answers)
+    skipped, *found = parallel_models.check(tiny=True, deadline=math.inf, sizes=(2, 16))
+    assert skipped.skipped and [outcome.passed for outcome in found] == passed * len(parallel_models.models(tiny=True))
 
 
 @pytest.mark.slow

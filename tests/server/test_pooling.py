@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.model_parts import Classifier
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import ErrorKind, FinishReason
@@ -274,3 +275,62 @@ def test_numbers_beyond_a_narrow_type_are_its_largest():
     vectors = np.array([1e6, -1e6, 1], np.float32)
     assert asyncio.run(as_json(vectors, "float", "float16", "native")) == [b"[65504.0,-65504.0,1.0]"]
     assert np.frombuffer(as_bytes(vectors, "fp8_e4m3", "native"), ml_dtypes.float8_e4m3fn).tolist() == [448, -448, 1]
+
+
+@pytest.fixture
+def classifier(served_directory):
+    """A client of a model whose only class is the fake core's first number."""
+
+    def make(labels=("good",)):
+        core = fake_core(served_directory, max_model_len=200)
+        head = Classifier(labels, "score", "sigmoid")
+        core.model_config = dataclasses.replace(core.model_config, generates=False, classifier=head)
+        return Client(create_app(AsyncLLM(core=core), options()))
+
+    return make
+
+
+def test_inputs_get_the_probability_of_each_class(classifier, tokenizer):
+    labels = tuple(f"class {i}" for i in range(WIDTH))
+    with classifier(labels) as client:
+        reply = client.post("/classify", {"input": TEXTS, "request_id": "mine"}).json()
+        vector = counts(tokenizer.encode(TEXTS[0]))
+        assert (reply["id"], reply["object"], reply["usage"]["completion_tokens"]) == ("classify-mine", "list", 0)
+        np.testing.assert_allclose(reply["data"][0]["probs"], vector, rtol=1e-6)
+        assert client.post("/v1/classify", {"input": [5, 5, 6]}).json()["data"][0] == {
+            "index": 0,
+            "label": "class 5",
+            "probs": pytest.approx(counts([5, 5, 6]).tolist()),
+            "num_classes": WIDTH,
+        }
+        assert client.post("/invocations", {"input": [5, 5, 6]}).json()["data"][0]["label"] == "class 5"
+        assert client.post("/pooling", {"input": [5, 5, 6], "task": "classify"}).json()["data"][0]["object"] == "pooling"
+        assert "is a classifier" in refused(client, PATH, {"input": TEXTS}, "task")["message"]
+        assert "8 classes" in refused(client, "/score", {"text_1": "one", "text_2": "two"}, None)["message"]
+        for path, asked in (
+            ("/v1/completions", {"prompt": "one"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one"}]}),
+        ):
+            assert "generates no text" in refused(client, path, asked, "model")["message"]
+
+
+def test_a_model_of_pairs_scores_both_texts_at_once(classifier, tokenizer):
+    with classifier() as client:
+        joined = [counts(tokenizer.encode("one " + text))[0] for text in TEXTS]
+        reply = client.post("/score", {"text_1": "one ", "text_2": TEXTS}).json()
+        np.testing.assert_allclose([item["score"] for item in reply["data"]], joined, rtol=1e-5)
+        reply = client.post("/rerank", {"query": "one ", "documents": TEXTS, "top_n": 2}).json()
+        best = sorted(range(3), key=lambda place: -joined[place])[:2]
+        assert [result["index"] for result in reply["results"]] == best
+        body = {"query": "one", "documents": [" two three four"], "max_tokens_per_doc": 1}
+        assert client.post("/rerank", body).json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
+        body = {"text_1": "one", "text_2": " two" * 100_000, "max_tokens_per_doc": 1}
+        assert client.post("/score", body).json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
+        refused(client, "/score", {"text_1": "one", "text_2": ["two", ""]}, "text_2")
+        error = refused(client, "/score", {"text_1": "one", "text_2": "two " * 400}, "text_2")
+        assert "maximum context length is 200" in error["message"]
+
+
+def test_classes_and_activations_need_a_classifier(client):
+    assert "no classification head" in refused(client, "/classify", {"input": TEXTS}, "task")["message"]
+    refused(client, "/score", {"text_1": "one", "text_2": "two", "use_activation": False}, None)

@@ -151,16 +151,48 @@ def write_with_next_token_layer(folder: Path) -> Path:
     return folder
 
 
-class NextTokenOracle:
-    """The layer in float64, but for what a layer of the target is, which dense attention computes."""
+def write_with_next_token_layer_apart(folder: Path, golden: str = "qwen3_5") -> tuple[Path, Path]:
+    """The golden of Qwen 3.5, with more tokens, and such a layer beside it, as its checkpoints have it; and the same with the names of
+    DeepSeek's, for the oracle."""
+    apart = shutil.copytree(goldens.FOLDER / golden, folder / "apart")
+    raw = json.loads((apart / "config.json").read_text())
+    (apart / "config.json").write_text(json.dumps({**raw, "vocab_size": V, "mtp_num_hidden_layers": 1}))
+    checkpoint, rng = open_checkpoint(apart), np.random.default_rng(5)
+    weights = {name: np.float32(checkpoint.tensor(name)) for name in checkpoint.entries}
+    embedding = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = np.concatenate([embedding, embedding[: V - len(embedding)][:, ::-1]])
+    last, width = "model.layers.3.", embedding.shape[1]
+    behind = {name.replace(last, "layers.0."): w for name, w in weights.items() if name.startswith(last)}
+    behind = {name: w * rng.uniform(0.5, 1.5, w.shape).astype(np.float32) for name, w in behind.items()}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        behind[f"{name}.weight"] = rng.standard_normal(width).astype(np.float32) / 4
+    behind["fc.weight"] = rng.standard_normal((width, 2 * width)).astype(np.float32) / 4
+    save_file({**weights, **{f"mtp.{name}": w for name, w in behind.items()}}, apart / "model.safetensors")
+    named = {"layers.0.": "", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc.": "eh_proj."}
 
-    def __init__(self, directory):
+    def renamed(name: str) -> str:
+        old, new = next(((old, new) for old, new in named.items() if name.startswith(old)), ("", "shared_head."))
+        return f"model.layers.4.{new}{name.removeprefix(old)}"
+
+    as_behind = shutil.copytree(apart, folder / "behind")
+    save_file({**weights, **{renamed(name): w for name, w in behind.items()}}, as_behind / "model.safetensors")
+    return apart, as_behind
+
+
+class NextTokenOracle:
+    """The layer in float64, but for what a layer of the target is, which dense attention computes.
+
+    last: the target's last layer. offset: added to weights of norms.
+    """
+
+    def __init__(self, directory, last: int = LAST, offset: float = 0.0):
+        self.prefix, self.offset = f"model.layers.{last + 1}", offset
         checkpoint = open_checkpoint(directory)
         self.w = {name: np.float64(checkpoint.tensor(name)) for name in checkpoint.entries}
         # The layer as the last of a model.
         config = goldens.load(directory)[0]
         deeper = dataclasses.replace(config, layers=(*config.layers, config.layers[-1]), num_spare_layers=0)
-        names = [f"model.layers.{LAST + 1}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens")]
+        names = [f"{self.prefix}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens")]
         deeper = dataclasses.replace(deeper, names=dataclasses.replace(deeper.names, ignored=tuple(names)))
         model = build_model(deeper)
         state = load_weights(deeper, model, directory, load_format="auto", mesh=make_mesh(1))
@@ -175,7 +207,7 @@ class NextTokenOracle:
         self.padded_layer, self.state = layer, state
 
     def norm(self, x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * self.w[f"model.layers.{LAST + 1}.{name}.weight"]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (self.w[f"{self.prefix}.{name}.weight"] + self.offset)
 
     def drafts(self, tokens: list[int], hidden_states: HiddenStates, count: int) -> list[int]:
         """After these tokens."""
@@ -183,9 +215,9 @@ class NextTokenOracle:
         for _ in range(count):
             embedded = self.norm(self.w["model.embed_tokens.weight"][tokens[1:]], "enorm")
             joined = np.concatenate([embedded, self.norm(np.stack(states), "hnorm")], -1)
-            x = joined @ self.w[f"model.layers.{LAST + 1}.eh_proj.weight"].T
+            x = joined @ self.w[f"{self.prefix}.eh_proj.weight"].T
             states.append(self.norm(self.layer(x)[-1], "shared_head.norm"))
-            tokens.append(int(np.argmax(self.w["lm_head.weight"] @ states[-1])))
+            tokens.append(int(np.argmax(self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"]) @ states[-1])))
         return tokens[-count:]
 
     def layer(self, x):

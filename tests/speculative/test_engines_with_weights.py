@@ -8,7 +8,6 @@ import pytest
 
 from jaxllm.engine.core import EngineCore
 from jaxllm.hub import resolve_model
-from jaxllm.model_parts import MoE
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.speculative.control import AdaptiveControl
 from jaxllm.text.tokenizer import load_tokenizer
@@ -16,13 +15,10 @@ from tests.helpers import engines, goldens
 from tests.speculative.by_hand import MAX_LENGTH, HiddenStates, target_hidden_states
 from tests.speculative.checkpoints import (
     CONFIG_3,
-    MTP_TARGET,
     TARGET,
     EagleOracle,
-    NextTokenOracle,
     head_tensors,
     write,
-    write_with_next_token_layer,
 )
 
 RESULTS = goldens.golden(TARGET.name).results
@@ -111,42 +107,15 @@ def test_drafts_of_an_eagle_head_in_an_engine_of_two_devices(tmp_path):
     core.shutdown()
 
 
-@pytest.mark.slow
-def test_drafts_of_a_layer_for_multi_token_prediction(tmp_path):
-    """While the target's experts move, those of the layer stay; it has no copies of them, is not counted and not in the table."""
-    directory = write_with_next_token_layer(tmp_path)
-    options = {"method": "mtp", "num_speculative_tokens": 2}
-    eplb = {"window_size": 3, "step_interval": 4, "num_redundant_experts": 2}
-    split = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": eplb}
-    core = engines.make_core(MTP_TARGET.name, model=str(directory), speculative_config=options, tensor_parallel_size=2, **split)
-    oracle, states = NextTokenOracle(directory), hidden_states(core)
-    found = run_and_compare(core, lambda tokens: oracle.drafts(tokens, states, 2), temperature=0.0)
-    results = goldens.golden(MTP_TARGET.name).results
-    assert [result.prompt for result in results] == PROMPTS
-    assert found == {str(i): result.tokens[:20] for i, result in enumerate(results)}
-    layout = core._expert_load._layout
-    assert not np.array_equal(layout.slots[-1], np.arange(10) % 8), "no expert moved"
-    target = core.model_config
-    assert core.expert_load()["layers"] == [i for i, layer in enumerate(target.layers) if isinstance(layer.mlp, MoE)]
-    assert len(core.stats().even_expert_load) == target.num_layers
-    drafter = core.runner.shapes.functions.latest.drafter
-    assert (drafter.config.layers[0].mlp.num_redundant, target.layers[-1].mlp.num_redundant) == (0, 2)
-    core.shutdown()
-
-
 def hidden_states(core: EngineCore) -> HiddenStates:
     return target_hidden_states(*goldens.load(core.model_dir), core.runner.shapes.functions.latest.drafter.feature_layers)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "model", "least"),
-    [("eagle3", "demo_eagle3", 2.8)],
-)
-def test_the_demo_models_drafters_are_mostly_right(method, model, least):
+def test_the_demo_models_eagle_head_is_mostly_right():
     """Tokens per step are about those of docs/DEMO_MODEL.md."""
     demo = resolve_model("demo")
-    options = {"method": method, "model": str(demo.parent / model), "num_speculative_tokens": 4}
+    options = {"method": "eagle3", "model": str(demo.parent / "demo_eagle3"), "num_speculative_tokens": 4}
     core = engines.make_core(TARGET.name, model=str(demo), speculative_config=options)
     engines.reschedule(core, max_in_flight=1)
     prompts = ["def fibonacci(n):", "class Stack:\n    def push(self, item):\n", "import os\n\n\ndef list_files(path):\n"]
@@ -157,5 +126,5 @@ def test_the_demo_models_drafters_are_mostly_right(method, model, least):
         found, steps = count_steps(core, [engines.request("0", prompt, max_tokens=64)])
         assert found["0"] == alone
         num_steps += steps - 1
-    assert 63 * len(prompts) / num_steps >= least
+    assert 63 * len(prompts) / num_steps >= 2.8
     core.shutdown()

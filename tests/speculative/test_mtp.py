@@ -11,7 +11,12 @@ from jaxllm.progress import SILENT
 from jaxllm.speculative import mtp
 from tests.helpers import goldens
 from tests.speculative.by_hand import ByHand, target_hidden_states
-from tests.speculative.checkpoints import MTP_TARGET, NextTokenOracle, write_with_next_token_layer
+from tests.speculative.checkpoints import (
+    MTP_TARGET,
+    NextTokenOracle,
+    write_with_next_token_layer,
+    write_with_next_token_layer_apart,
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +30,16 @@ def test_drafts_are_those_of_the_layer_alone(directory):
     drafter = mtp.make(directory, goldens.load(directory, tensor_parallel_size=2)[0], num_drafts=2)
     assert drafter.num_lookahead == 1 and drafter.feature_layers == ()
     states, oracle = target_hidden_states(*goldens.load(directory), ()), NextTokenOracle(directory)
+    engine = ByHand(drafter, *goldens.load(directory, tensor_parallel_size=2), states, 2)
+    engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=2)
+
+
+@pytest.mark.slow
+def test_drafts_of_a_layer_beside_a_hybrid_model_are_those_of_the_layer_alone(tmp_path):
+    """As Qwen 3.5 has it: like the target's last layer with attention, norms with weights from zero, a tied head."""
+    directory, as_behind = write_with_next_token_layer_apart(tmp_path)
+    drafter = mtp.make(directory, goldens.load(directory, tensor_parallel_size=2)[0], num_drafts=2)
+    states, oracle = target_hidden_states(*goldens.load(directory), ()), NextTokenOracle(as_behind, last=3, offset=1.0)
     engine = ByHand(drafter, *goldens.load(directory, tensor_parallel_size=2), states, 2)
     engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=2)
 

@@ -53,7 +53,7 @@ def test_what_is_read(raw: dict[str, Any], read: dict[str, Any]) -> None:
 def config_of(model: str | None, revision: str | None) -> dict[str, Any]:
     """The config.json of the target, and of drafts whose names say nothing."""
     return {
-        None: {"num_nextn_predict_layers": 1},
+        None: {"text_config": {"mtp_num_hidden_layers": 1}},
         "plain": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
         "eagle config": {"architectures": ["LlamaForCausalLM"], "eagle_config": {"use_aux_hidden_state": True}},
         "speculators": {"speculators_model_type": "eagle3"},

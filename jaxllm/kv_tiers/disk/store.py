@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,12 @@ class DiskStore:
             self._open_soon()
             return []
         return [] if self._readers.is_stuck else [name for name in names if name in self._names]
+
+    def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return ()
+
+    def give_back(self, slot: int) -> None:
+        """It lends nothing."""
 
     def seconds(self, num_blocks: int) -> float:
         return self._pace.seconds(num_blocks + self._num_queued_reads)

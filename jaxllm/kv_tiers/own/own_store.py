@@ -112,6 +112,12 @@ class OwnStore:
             warn_once(f"{self.name}.find holds steps up ({seconds:.2g} s); it should answer from memory")
         return found
 
+    def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return ()
+
+    def give_back(self, slot: int) -> None:
+        """It lends nothing."""
+
     def seconds(self, num_blocks: int) -> float:
         return self._pace.seconds(num_blocks)
 

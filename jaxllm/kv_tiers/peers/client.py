@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from jaxllm.kv_tiers.peers import addresses, messages
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.identity import Identity
 from jaxllm.kv_tiers.peers.server import socket_name
-from jaxllm.kv_tiers.slot_store import SlotMemory
+from jaxllm.kv_tiers.slot_store import Regions, SlotMemory
 from jaxllm.kv_tiers.transfers import copy
+from jaxllm.log import logger
 
 T = TypeVar("T")
 _TOUCHED_PAGES = 1 << 16
@@ -50,7 +51,11 @@ class Target:
 class Mapping:
     """The memory of a prefill engine on this host, for all connections to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, regions: Regions | None = None) -> None:
+        """regions: has devices read it where it is, if they can."""
+        self._regions = regions
+        self.region: int | None = None
+        """The number of its region, once devices can read it."""
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._touching: threading.Thread | None = None
@@ -73,6 +78,12 @@ class Mapping:
             if self._is_closing:
                 return
             pages[start : start + _TOUCHED_PAGES].max()  # other threads run Python meanwhile
+        del pages  # or it cannot be closed
+        if self._regions is not None:
+            try:
+                self.region = self._regions.add_region(memory)
+            except RuntimeError as error:
+                logger.info("blocks of a prefill engine on this host are copied to this engine's memory first: %s", error)
 
     def close(self) -> None:
         """Give it back. No connection is used any more."""
@@ -80,6 +91,9 @@ class Mapping:
         with self._lock:
             if self._touching is not None and self._touching.ident is not None:
                 self._touching.join()
+            if self._regions is not None and self.region is not None:
+                self._regions.remove_region(self.region)
+                self.region = None
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
@@ -153,8 +167,7 @@ class Connection:
                     self._set_sums(slot, sums)
                     came.add(name)
                 case messages.Slots(found, offsets, all_sums):
-                    if not len(found) == len(offsets) == len(all_sums):
-                        raise WireError("Slots has lists of different lengths")
+                    _check_lengths(found, offsets, all_sums)
                     taken = [_take(slot_of, name) for name in found]
                     self._copy(taken, offsets)
                     for slot, sums in zip(taken, all_sums, strict=True):
@@ -165,6 +178,29 @@ class Connection:
                 case other:
                     raise WireError(f"the answer to Pull is a {type(other).__name__}")
         return [name in came for name in names]
+
+    def locate(self, lease: str, names: Sequence[bytes], region: int, regions: Regions) -> list[int | None]:
+        """The slots of contents in the region of the memory that is shared; None: it has not come."""
+        left, slot_of = set(names), dict[bytes, int]()
+        self._channel.send(messages.Pull(lease, list(names)), self._seconds)
+        while left:
+            match self._channel.receive(self._seconds):
+                case messages.Missing(missing):
+                    for name in missing:
+                        _remove(left, name)
+                case messages.Slots(found, offsets, all_sums):
+                    _check_lengths(found, offsets, all_sums)
+                    for name, offset, sums in zip(found, offsets, all_sums, strict=True):
+                        _remove(left, name)
+                        index, rest = divmod(offset, self._memory.slot_bytes)
+                        if rest or self._shared is None or not 0 <= offset <= len(self._shared) - self._memory.slot_bytes:
+                            raise WireError("a slot lies outside of the memory that is shared")
+                        slot_of[name] = regions.slot(region, index, self._checksums(sums))
+                case messages.Refused(code, text):
+                    raise RefusedError(code, text)
+                case other:
+                    raise WireError(f"the answer to Pull is a {type(other).__name__}")
+        return [slot_of.get(name) for name in names]
 
     def _copy(self, slots: Sequence[int], offsets: Sequence[int]) -> None:
         """Copy contents from the memory that is shared, neighbours in both at once: threads wait for each other after each copy."""
@@ -177,10 +213,13 @@ class Connection:
             copy(memoryview(shared)[offset : offset + size], to=memory.view(slot, count))
 
     def _set_sums(self, slot: int, sums: bytes) -> None:
-        own = self._memory.sums[slot]
+        self._memory.sums[slot] = self._checksums(sums)
+
+    def _checksums(self, sums: bytes) -> np.ndarray:
+        own = self._memory.sums[0]
         if len(sums) != own.nbytes:
             raise WireError(f"checksums of {len(sums)} bytes were sent, they must have {own.nbytes}")
-        own[...] = np.frombuffer(sums, np.uint32).reshape(own.shape)
+        return np.frombuffer(sums, np.uint32).reshape(own.shape)
 
     @property
     def is_left(self) -> bool:
@@ -203,6 +242,17 @@ def _runs(slots: Sequence[int], offsets: Sequence[int], slot_bytes: int) -> Iter
         if index == len(slots) or (slots[index] - slots[index - 1], offsets[index] - offsets[index - 1]) != (1, slot_bytes):
             yield start, index - start
             start = index
+
+
+def _check_lengths(*lists: Sequence[Any]) -> None:
+    if len(set(map(len, lists))) > 1:
+        raise WireError("Slots has lists of different lengths")
+
+
+def _remove(names: set[bytes], name: bytes) -> None:
+    if name not in names:
+        raise WireError("a content was sent that was not asked for, or twice")
+    names.remove(name)
 
 
 def _take(slot_of: dict[bytes, int], name: bytes) -> int:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from jaxllm.framing import ClosedError, WireError
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, Target
+from jaxllm.kv_tiers.slot_store import Regions
 from jaxllm.worker_thread import WorkerThread
 
 T = TypeVar("T")
@@ -85,12 +86,20 @@ class Lane:
 class Peer:
     """A prefill engine. Calls return at once; the errors of their futures are those of `Connection`."""
 
-    def __init__(self, target: Target, connect: Callable[[Target, "Mapping | None"], Connection], block_bytes: int):
-        self.target = target
-        self._mapping = Mapping()
+    def __init__(
+        self,
+        target: Target,
+        connect: Callable[[Target, "Mapping | None"], Connection],
+        block_bytes: int,
+        regions: Regions | None = None,
+    ):
+        """regions: see Mapping."""
+        self.target, self._regions = target, regions
+        self._mapping = Mapping(regions)
         self._control = Lane(partial(connect, target, None), "kv-peer")
         self._lanes = [Lane(partial(connect, target, self._mapping), f"kv-pull-{index}") for index in range(NUM_CONNECTIONS)]
         self._next = 0
+        self.is_closed = False
         self._batch_size = max(1, BATCH_BYTES // block_bytes)
 
     def attach(self, lease: str) -> "Future[Sequence[bytes]]":
@@ -115,12 +124,31 @@ class Peer:
         return batches
 
     @property
+    def region(self) -> int | None:
+        """See Mapping. None once it is closed."""
+        return None if self.is_closed else self._mapping.region
+
+    @property
+    def mapped_region(self) -> int | None:
+        """See Mapping. Devices may read it even if it is closed."""
+        return self._mapping.region
+
+    def locate(self, lease: str, names: Sequence[bytes]) -> "Future[list[int | None]]":
+        """See Connection. For a peer with a region."""
+        region, regions = self._mapping.region, self._regions
+        assert region is not None and regions is not None
+        self._next = (self._next + 1) % NUM_CONNECTIONS
+        find = partial(_locate, lease=lease, names=list(names), region=region, regions=regions)
+        return self._lanes[self._next].submit(find)
+
+    @property
     def is_left(self) -> bool:
         """Whether the prefill engine has closed its connection, because it has ended, or because nothing came for long."""
         return self._control.is_left
 
     def close(self) -> None:
         """Close all connections. Returns at once."""
+        self.is_closed = True
         for lane in (self._control, *self._lanes):
             lane.close()
 
@@ -134,6 +162,10 @@ class Peer:
         for lane in (self._control, *self._lanes):
             lane.join()
         self._mapping.close()
+
+
+def _locate(connection: Connection, lease: str, names: Sequence[bytes], region: int, regions: Regions) -> list[int | None]:
+    return connection.locate(lease, names, region, regions)
 
 
 def _pull(connection: Connection, lease: str, names: Sequence[bytes], slots: Sequence[int]) -> list[bool]:

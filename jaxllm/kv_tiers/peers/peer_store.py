@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from jaxllm.kv_tiers.contents import NO_SLOT
 from jaxllm.kv_tiers.peers import client
 from jaxllm.kv_tiers.peers.addresses import NotAllowedError
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, RefusedError, Target
 from jaxllm.kv_tiers.peers.identity import Identity
 from jaxllm.kv_tiers.peers.messages import Code
 from jaxllm.kv_tiers.peers.peer import Peer
-from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
+from jaxllm.kv_tiers.slot_store import Regions, SlotMemory, Transfer
 from jaxllm.log import logger
 from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import PULL_FAILURES, SchedulerStats
@@ -50,7 +51,13 @@ class _Read:
     is_right: list[bool]
     num_left: int
     """Batches that are not over."""
+    slots: list[int] = field(default_factory=list)
+    """The slots of contents that it lends."""
     began: float = field(default_factory=time.monotonic)
+
+
+_Pull = tuple[_Lease, list[int], "Future[Any]"]
+"""A lease, the indices of its contents in the read, and the future that has for each whether it came, or its slot."""
 
 
 class PeerStore:
@@ -61,10 +68,20 @@ class PeerStore:
     """Never called: contents of other engines are not reported."""
 
     def __init__(
-        self, own: Identity, memory: SlotMemory, wake: Callable[[], None], peers: Sequence[str] | None, timeout_seconds: float
+        self,
+        own: Identity,
+        memory: SlotMemory,
+        wake: Callable[[], None],
+        peers: Sequence[str] | None,
+        timeout_seconds: float,
+        regions: Regions | None = None,
     ):
-        """peers: the option kv_peers. timeout_seconds: longest wait for any answer."""
+        """peers: the option kv_peers. timeout_seconds: longest wait for any answer. regions: has devices read the memory of prefill engines
+        on this host where it is; None: contents are copied to this engine's memory first."""
         self._own, self._memory, self._wake, self._timeout = own, memory, wake, timeout_seconds
+        self._regions = regions
+        self._num_lent: Counter[int | None] = Counter()
+        """Slots of each region that were not given back."""
         self._connect_to = partial(client.Connection.to, own=own, memory=memory, peers=peers, seconds=timeout_seconds)
         self._lock = threading.RLock()
         self._peers: dict[Target, tuple[Peer, float]] = {}
@@ -180,7 +197,7 @@ class PeerStore:
         found = self._peers.get(target)
         if found is None and len(self._peers) >= MAX_PEERS:
             raise RefusedError("peers", f"this engine is connected to {MAX_PEERS} prefill engines already")
-        peer = Peer(target, self._connect, self._memory.block_bytes) if found is None else found[0]
+        peer = Peer(target, self._connect, self._memory.block_bytes, self._regions) if found is None else found[0]
         self._peers[target] = peer, time.monotonic()
         if self._timer is None:
             self._timer = threading.Thread(target=self._run_timer, name="kv-renew", daemon=True)
@@ -231,7 +248,7 @@ class PeerStore:
                 for peer in self._closing:
                     peer.close()
                 ended = [
-                    peer for peer in self._closing if peer.has_ended
+                    peer for peer in self._closing if peer.has_ended and not self._num_lent[peer.mapped_region]
                 ]  # others may wait for long, and leases must be renewed
                 self._closing = [peer for peer in self._closing if peer not in ended]
             for peer in ended:
@@ -248,18 +265,32 @@ class PeerStore:
         with self._lock:
             return [name for name in names if name in self._leases_of] if self._leases_of else ()
 
+    def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
+        with self._lock:
+            if self._regions is None or not self._leases_of:
+                return ()
+            return [name for name in names if (found := self._leases_of.get(name)) and found[-1].peer.region is not None]
+
+    def give_back(self, slot: int) -> None:
+        assert self._regions is not None
+        with self._lock:
+            self._num_lent[self._regions.region_of(slot)] -= 1
+
     def seconds(self, num_blocks: int) -> float:
         """No time: a router had the prompt computed elsewhere so that this engine does not."""
         return 0.0
 
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        if not slots:
+            self._locate(number, names)
+            return
         with self._lock:
             read = _Read(number, names, [False] * len(names), 0)
             of_lease: dict[_Lease, list[int]] = {}
             for index, name in enumerate(names):
                 if leases := self._leases_of.get(name):
                     of_lease.setdefault(leases[-1], []).append(index)
-            pulls = []
+            pulls: list[_Pull] = []
             for lease, indices in of_lease.items():
                 batches = lease.peer.pull(
                     lease.number, [names[index] for index in indices], [slots[index] for index in indices]
@@ -267,18 +298,41 @@ class PeerStore:
                 ends = [start for start, _ in batches[1:]] + [len(indices)]
                 pulls += [(lease, indices[start:end], future) for (start, future), end in zip(batches, ends, strict=True)]
                 lease.num_reads += len(batches)
-            read.num_left = len(pulls)
-            if not pulls:
-                self._finish(read)
+            self._begin(read, pulls)
+
+    def _locate(self, number: int, names: Sequence[bytes]) -> None:
+        """Begin to lend contents."""
+        with self._lock:
+            read = _Read(number, names, [False] * len(names), 0, [NO_SLOT] * len(names))
+            of_lease: dict[_Lease, list[int]] = {}
+            for index, name in enumerate(names):
+                leases = self._leases_of.get(name)
+                if leases and leases[-1].peer.region is not None:
+                    of_lease.setdefault(leases[-1], []).append(index)
+            pulls: list[_Pull] = []
+            for lease, indices in of_lease.items():
+                pulls.append((lease, indices, lease.peer.locate(lease.number, [names[index] for index in indices])))
+                lease.num_reads += 1
+            self._begin(read, pulls)
+
+    def _begin(self, read: _Read, pulls: "list[_Pull]") -> None:
+        read.num_left = len(pulls)
+        if not pulls:
+            self._finish(read)
         for lease, part, future in pulls:
             future.add_done_callback(partial(self._note_pulled, read, lease, part))
 
-    def _note_pulled(self, read: _Read, lease: _Lease, indices: Iterable[int], future: "Future[list[bool]]") -> None:
+    def _note_pulled(self, read: _Read, lease: _Lease, indices: Iterable[int], future: "Future[Any]") -> None:
         with self._lock:
             lease.num_reads -= 1
             if (error := _error_of(future)) is None:
                 missing = []
-                for index, came in zip(indices, future.result(), strict=True):
+                for index, found in zip(indices, future.result(), strict=True):
+                    came = found if isinstance(found, bool) else found is not None
+                    if came and read.slots:
+                        read.slots[index] = found
+                        assert self._regions is not None
+                        self._num_lent[self._regions.region_of(found)] += 1
                     read.is_right[index] = came
                     self.num_bytes += came * self._memory.block_bytes
                     if not came:
@@ -296,7 +350,7 @@ class PeerStore:
                 self._finish(read)
 
     def _finish(self, read: _Read) -> None:
-        self._finished.append(Transfer(read.number, read.is_right, time.monotonic() - read.began))
+        self._finished.append(Transfer(read.number, read.is_right, time.monotonic() - read.began, read.slots))
         self._wake()
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:

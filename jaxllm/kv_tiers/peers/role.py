@@ -32,7 +32,10 @@ class Role:
         self.preparations: tuple[RemotePrefills, ...] = ()
         options = config.kv_transfer
         if options.is_decode:
-            store = PeerStore(self._own, copies.arena, copies.wake, options.kv_peers, options.kv_pull_timeout)
+            # An engine that also keeps contents for others needs them in its own memory.
+            regions = None if options.is_prefill else copies
+            timeout = options.kv_pull_timeout
+            store = PeerStore(self._own, copies.arena, copies.wake, options.kv_peers, timeout, regions)
             prefills = RemotePrefills(store, self._own.token, options.kv_pull_timeout, options.kv_load_failure_policy)
             self.stores, self.preparations = (store,), (prefills,)
 

@@ -1,6 +1,6 @@
 """Weights as compressed-tensors writes them: integers packed in words of 32 bits, plain int8, and floats of 4 and 8 bits.
 
-Those that are all computed in fp8 are read by `fp8.Fp8`. Source: github.com/vllm-project/compressed-tensors.
+Those that are all computed in fp8 are read by `fp8.Fp8` and `fp8_blocks.Fp8Blocks`. Source: github.com/vllm-project/compressed-tensors.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.quantization.formats.fp8 import read_block
+from jaxllm.quantization.formats.fp8_checkpoint import read_block
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
 from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, parts_by_module
 from jaxllm.quantization.formats.patterns import matches_any, read_names

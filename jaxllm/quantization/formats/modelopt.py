@@ -1,6 +1,7 @@
 """Weights of 4 and 8 bits as ModelOpt exports them: NVFP4, MXFP8, and layers that differ, among them fp8.
 
-Checkpoints of nothing but fp8 are read by `fp8.Fp8`. Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export.
+Checkpoints of nothing but fp8 are read by `fp8.Fp8` and `fp8_blocks.Fp8Blocks`.
+Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export.
 """
 
 import functools

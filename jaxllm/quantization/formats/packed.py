@@ -130,8 +130,9 @@ class PackedFormat(WeightFormat):
         return lay_out(arrays, self.tiled.stored, parts, self._scheme.number, self.tiled.num_lead, mesh)
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
-        tiled = self._tiled(weight)
-        return self._declare_stored(weight) if tiled is None else self._declare_tiles(weight, tiled)
+        stored = self._declare_stored(weight)
+        tiled = self._tiled(weight, stored)
+        return stored if tiled is None else self._declare_tiles(weight, tiled)
 
     def _declare_tiles(self, weight: WeightSpec, tiled: Tiled) -> dict[str, ParamSpec]:
         from jaxllm.quantization.tiles import parts_of_device
@@ -150,9 +151,9 @@ class PackedFormat(WeightFormat):
             found[name] = ParamSpec((*lead, *whole), (*lead_axes, *(axis for _, axis in split)), dtype, codes.source)
         return found
 
-    def _tiled(self, weight: WeightSpec) -> Tiled | None:
-        """A weight in tiles; None: it stays as stored, because no kernel takes it."""
-        if not self.tiles or (stored := self._declare_stored(weight)) is None:
+    def _tiled(self, weight: WeightSpec, stored: dict[str, ParamSpec] | None) -> Tiled | None:
+        """A weight in tiles; None: it stays as stored, because no kernel takes it. stored: see `_declare_stored`."""
+        if not self.tiles or stored is None:
             return None
         from jaxllm.quantization.tiles import takes
 
@@ -217,7 +218,8 @@ class PackedFormat(WeightFormat):
 
     def of(self, weight: WeightSpec) -> Self:
         tensor = weight.plain.source.tensors[0]
-        return replace(self, weight_scheme=self._scheme_of(weight), transposed=tensor.transposed, tiled=self._tiled(weight))
+        tiled = self._tiled(weight, self._declare_stored(weight)) if self.tiles else None
+        return replace(self, weight_scheme=self._scheme_of(weight), transposed=tensor.transposed, tiled=tiled)
 
     @property
     def _scheme(self) -> Scheme:
@@ -230,7 +232,7 @@ class PackedFormat(WeightFormat):
 
     @property
     def widens_in_products(self) -> bool:
-        return self.computes
+        return self.computes and self.tiled is None
 
     def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
         from jaxllm.quantization import packed, tiles

@@ -12,6 +12,7 @@ from jaxllm.runner.step_feature import FeatureParts, StepFeature
 from jaxllm.runner.weights import WithWeights
 
 FEATURES = (
+    "encoder",
     "drafts",
     "token_split",
     "adapters",

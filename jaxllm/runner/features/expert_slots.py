@@ -15,6 +15,7 @@ from jaxllm.device_ops import MoveExperts
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import MoE
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import num_parts
 from jaxllm.parallel.topology import Topology
@@ -50,7 +51,7 @@ class ExpertSlots(StepFeature):
             if "split_experts" in axes_of(variable):
                 layer = int(path[1])
                 leaves[layer] = (*leaves.get(layer, ()), index)
-        mixtures = {layer: config.layers[layer].mlp for layer in leaves}
+        mixtures = {layer: part for layer in leaves if isinstance(part := config.layers[layer].mlp, MoE)}
         return cls(tuple(f"{config.layer_name(i)}.{part.name}" for i, part in mixtures.items()), leaves, tables, merge)
 
     def programs(self) -> Sequence[ProgramKind]:

@@ -99,8 +99,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("transport", slow_except(["shared memory"], ["shared memory", "tcp"]))
-@pytest.mark.parametrize("policy", slow_except(["recompute"], ["recompute", "fail"]))
+@pytest.mark.parametrize(
+    ("policy", "transport"), slow_except([("recompute", "shared memory")], [("recompute", "shared memory"), ("fail", "tcp")])
+)
 def test_what_is_lost_is_computed_or_fails(one: Runner, policy: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if transport == "tcp":
         monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")

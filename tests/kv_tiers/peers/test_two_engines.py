@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import InvalidRequestError
@@ -321,6 +322,40 @@ def test_injected_faults(engines: Any, fault: str, monkeypatch: pytest.MonkeyPat
     else:
         assert decode.core.stats().num_damaged_blocks == 1
     decode.core.check_integrity()
+
+
+@pytest.mark.parametrize("fault", ["", "kv.locate:1:error", "kv.locate:1:hang=0.2", "damaged"])
+def test_devices_read_the_memory_of_a_prefill_engine_where_it_is(engines: Any, fault: str) -> None:
+    one, prefill, decode = engines
+    (tier,) = decode.core._tiers
+    (store,) = tier._stores._stores
+    for core in (prefill.core, decode.core):
+        assert core.reset_prefix_cache()
+    first = prompt_of(90, 81 + len(fault))
+    decode.decode(first, prefill.prefill(first))  # connects
+    (peer,) = [peer for peer, _ in store._peers.values()]
+    wait_until(lambda: peer.region is not None)
+    prompt = prompt_of(90, 181 + len(fault))
+    answer, num_slots = prefill.prefill(prompt), len(tier.contents)
+    num_damaged = decode.core.stats().num_damaged_blocks
+    if is_damaged := fault == "damaged":
+        prefill.core.runner.op_runner(GatherBlocks).arena.words[:, 0, 0] ^= 1
+        fault = ""
+    with injected(fault or "kv.pull:1-:error"):
+        tokens, last = decode.decode(prompt, answer)
+    assert tokens == one.run(prompt)[0]
+    if is_damaged:
+        assert decode.core.stats().num_damaged_blocks > num_damaged
+    elif not fault or "hang" in fault:
+        assert last.num_cached_tokens == 80 and len(tier.contents) == num_slots, "they take no host memory here"
+        assert decode.loaded_tokens[last.request_id] == {"peer": 80}
+    assert not store._num_lent.total()
+    decode.core.check_integrity()
+    region = peer.region
+    store._drop(peer)
+    wait_until(lambda: peer.has_ended)
+    peer.join()
+    assert region not in decode.core.runner.op_runner(GatherBlocks).arena.regions
 
 
 def test_engines_without_a_role_import_no_peers() -> None:

@@ -1,5 +1,6 @@
 """Answers in every dialect, with what they mean. The wording is made up; the formats are those of the models."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -53,7 +54,7 @@ def sum_of(deltas: Iterable[Delta]) -> Message:
 
 def parser_for(tool: str | None, reasoning: str | None, **options) -> StreamParser:
     """A parser by the names of flags, with TOOLS."""
-    dialect, thinking = by_name(tool, reasoning)
+    dialect, thinking = by_name(tool, reasoning, options.pop("added_tokens", ()))
     return StreamParser(dialect, thinking, **{"tools": TOOLS, **options})
 
 
@@ -106,6 +107,8 @@ DSML_PARAMETER = '<｜DSML｜parameter name="%s" string="%s">%s</｜DSML｜param
 DSML_SECTION = "<｜DSML｜tool_calls>\n%s</｜DSML｜tool_calls>"
 IFM = "<ifm|tool_call>%s\n%s</ifm|tool_call>\n"
 IFM_PARAMETER = "<ifm|arg_key>%s</ifm|arg_key>\n<ifm|arg_value>%s</ifm|arg_value>\n"
+HY3 = "<tool_call>%s<tool_sep>\n%s</tool_call>\n"
+HY3_TOKENS = ("think", "tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
 CODE_TEXT = 'if a < b:\n\tprint("[é]")'
 PYTHON_CODE = r"""run(code='if a < b:\n\tprint("[é]")', options={'deep': [1, {"x": None}]}, dry=True)"""
 
@@ -126,6 +129,12 @@ DSML_CODE = DSML % (
 )
 DSML_CALLS = DSML_SECTION % (DSML_CODE + DSML % ("get_time", ""))
 
+HY3_ANSWER = (
+    "<think>Hm.</think><tool_calls>\n"
+    + tagged(HY3, GLM_PARAMETER, *CODE_VALUES)
+    + tagged(HY3, "", name="get_time")
+    + "</tool_calls>"
+)
 XLAM = '[{"name": "%s", "arguments": %s}, {"name": "%s", "arguments": %s}]'
 
 SAMPLES = {
@@ -163,6 +172,14 @@ SAMPLES = {
     "hermes, cut off early": calls_in("hermes", 'A <tool_call>{"name": "ru', content='A <tool_call>{"name": "ru'),
     "granite": calls_in("granite", f"<|tool_call|>[{LLAMA % PARIS}, {LLAMA % TIME}]", PARIS, TIME),
     "jamba": calls_in("jamba", f"Now: <tool_calls>[\n{LLAMA % CODE}\n]</tool_calls>", CODE, content="Now:"),
+    "apertus": calls_in(
+        "apertus",
+        f'I look.<|tools_prefix|>[{{"run": {CODE[1]}}}, {{"get_time": {{}}}}]<|tools_suffix|>',
+        CODE,
+        TIME,
+        content="I look.",
+    ),
+    "apertus, no call": calls_in("apertus", "<|tools_prefix|>[]<|tools_suffix|>", content="<|tools_prefix|>[]<|tools_suffix|>"),
     "phi 4": calls_in("phi4_mini_json", f"functools[{LLAMA % PARIS}]", PARIS),
     "llama": calls_in("llama3_json", LLAMA % PARIS, PARIS),
     "llama, marked": calls_in("llama3_json", "<|python_tag|>" + LLAMA % CODE, CODE),
@@ -254,6 +271,20 @@ SAMPLES = {
     ),
     "k2 horizon thinks fast": thoughts_in(
         "k2_horizon", "Hm.</ifm|think_fast>Hello.", "Hm.", "Hello.", prompt_text="<ifm|think_fast>"
+    ),
+    "hy3": Sample("hy_v3", "hy_v3", HY3_ANSWER, Message("", "Hm.", [CODE, TIME])),
+    "hy3, with a suffix": Sample(
+        "hy_v3",
+        "hy_v3",
+        re.sub(r"(</?(?:think|tool_calls?|tool_sep|arg_key|arg_value))>", r"\1:open>", HY3_ANSWER),
+        Message("", "Hm.", [CODE, TIME]),
+        {"added_tokens": [f"<{end}{name}:open>" for name in HY3_TOKENS for end in ("", "/")]},
+    ),
+    "hy3, line breaks beside a value belong to it": calls_in(
+        "hy_v3",
+        "I look. <tool_calls><tool_call>run<tool_sep><arg_key>code</arg_key><arg_value>\nx\n</arg_value></tool_call></tool_calls>",
+        ("run", '{"code": "\\nx\\n"}'),
+        content="I look.",
     ),
     "deepseek v3.2": calls_in(
         "deepseek_v32", "So:\n\n" + DSML_CALLS.replace("tool_calls>", "function_calls>"), CODE, TIME, content="So:"

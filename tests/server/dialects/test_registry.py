@@ -27,8 +27,10 @@ TEMPLATES = {
     "You are MiMo <function=a>\\n<parameter=b>value_1</parameter>": ("mimo", None),
     "<think>\\n</think> <answer> <tool_calls> <|extra_0|>": ("hunyuan_a13b", "hunyuan_a13b"),
     "<tool_call></tool_call> </think><response>": ("hermes", "ernie45"),
+    "<|tools_prefix|>[{{ call }}]<|tools_suffix|>": ("apertus", None),
     "<TOOLCALL>{{ call }}</TOOLCALL>": ("nemotron_json", None),
     "<ifm|think><ifm|tool_calls><ifm|tool_call><ifm|arg_key>": ("k2_horizon", "k2_horizon"),
+    "<tool_call:{{ suffix }}>{{ name }}<tool_sep:{{ suffix }}><arg_key:{{ suffix }}></think:": ("hy_v3", "hy_v3"),
     "[INST] {{ message.content }} [/INST]": (None, None),
     "": (None, None),
 }  # fmt: skip

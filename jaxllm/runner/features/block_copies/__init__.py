@@ -8,7 +8,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, Layer
+from jaxllm.model_parts import Attention, LatentAttention, Layer, StateMixer
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.block_format import BlockFormat
@@ -64,7 +64,7 @@ def _num_copies(layers: Sequence[Layer]) -> int:
                 copies.add(attention.kv_head_replicas)
             case LatentAttention() as attention:
                 copies.add(attention.copies)
-            case GatedDeltaNet():  # blocks hold the states of all heads too
+            case mixer if isinstance(mixer, StateMixer):  # blocks hold the states of all heads too
                 copies.add(1)
     return copies.pop() if len(copies) == 1 else 1
 

@@ -2,13 +2,17 @@
 
 import contextlib
 import fcntl
+import itertools
 import mmap
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.errors import ConfigError
 from jaxllm.runner.block_format import BlockFormat
 
@@ -22,6 +26,30 @@ _CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 """Where Linux says how much memory a container may use and uses: versions 2 and 1."""
+
+
+REGION_BITS = 32
+"""Bits of the index in a slot's number. Those above are 0 for the arena's own slots, and else the number of a lent region."""
+
+
+def place(slot: int) -> tuple[int, int]:
+    """The region of a slot, and its index there."""
+    return slot >> REGION_BITS, slot & ((1 << REGION_BITS) - 1)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Slots of another process, whose memory is mapped here to be read."""
+
+    words: np.ndarray
+    """uint32 [slots, parts, words]"""
+    sums: np.ndarray
+    """As in the arena, which has them from the other process."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first slot."""
+        return int(self.words.ctypes.data)
 
 
 class Arena:
@@ -39,21 +67,48 @@ class Arena:
             raise ConfigError(
                 f"kv_offloading_size is {num_bytes / 2**30:.3g} GiB, less than a block ({self.slot_bytes} bytes); raise it"
             )
+        self.regions: dict[int, Region] = {}
+        """Lent slots, by the number of their region."""
+        self._region_numbers = itertools.count(1)
         self.is_closing = False
         """Whether `stop` was called."""
 
     def open(self) -> None:
         """Take the memory. Raises ConfigError."""
-        format = self._format
         try:
             memory = self._shared_memory() if self._is_shared else _private_memory(self.num_bytes)
         except OSError as error:
             raise ConfigError(f"kv_offloading_size is {self.num_bytes / 2**30:.3g} GiB: {error.strerror}; lower it") from error
         self._bytes = np.frombuffer(memory, np.uint8)
-        slots = self._bytes.view(np.uint32).reshape(self.num_slots, -1)
-        self.words = slots[:, : format.num_parts * format.part_words].reshape(self.num_slots, format.num_parts, -1)
-        """uint32 [slots, parts, words]"""
-        self.sums = np.zeros((self.num_slots, format.num_parts, format.num_sums), np.uint32)
+        own = self._region(self._bytes)
+        self.words, self.sums = own.words, own.sums
+        """uint32 [slots, parts, words] and [slots, parts, sums]"""
+
+    def _region(self, memory: np.ndarray) -> Region:
+        format, slots = self._format, memory.view(np.uint32).reshape(-1, self.slot_bytes // WORD_BYTES)
+        words = slots[:, : format.num_parts * format.part_words].reshape(len(slots), format.num_parts, -1)
+        return Region(words, np.zeros((len(slots), format.num_parts, format.num_sums), np.uint32))
+
+    def add_region(self, memory: mmap.mmap) -> int:
+        """Give numbers to the slots of another arena, of the same format, that is mapped here. Returns that of its region."""
+        whole = len(memory) // self.slot_bytes * self.slot_bytes
+        number = next(self._region_numbers)
+        self.regions[number] = self._region(np.frombuffer(memory, np.uint8, whole))
+        return number
+
+    def content(self, slots: Sequence[int], part: int) -> np.ndarray:
+        """uint32 [n, words]: a part of the contents of slots, lent ones too."""
+        return self._gathered(slots, lambda region: region.words[:, part])
+
+    def sums_of(self, slots: Sequence[int]) -> np.ndarray:
+        """uint32 [n, parts, sums]: their checksums."""
+        return self._gathered(slots, lambda region: region.sums)
+
+    def _gathered(self, slots: Sequence[int], array: "Callable[[Arena | Region], np.ndarray]") -> np.ndarray:
+        places = list(map(place, slots))
+        if not any(region for region, _ in places):
+            return array(self)[slots]
+        return np.stack([array(self.regions[region] if region else self)[index] for region, index in places])
 
     def _shared_memory(self) -> mmap.mmap:
         """Memory of a file without a name, whose size never changes. Raises OSError."""

@@ -1,6 +1,8 @@
 """Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads meanwhile."""
 
 import contextlib
+import mmap
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +18,7 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.parallel.arrays import delete
 from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies import programs
-from jaxllm.runner.features.block_copies.arena import Arena
+from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, place
 from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_locking
 from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
 from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer, Waiting
@@ -25,6 +27,9 @@ from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.worker_thread import WorkerThread
 
 Finish = Callable[[], FinishedCopy]
+_SWITCH_SECONDS = 0.0001
+"""The longest time for which one thread's Python holds up another's. By default it is 5 ms, twice the time of a copy: whenever a thread
+gives Python up to launch something, it may have to wait so long for the threads of copies, and these for it."""
 
 
 class BlockCopier(OpRunner):
@@ -43,6 +48,8 @@ class BlockCopier(OpRunner):
         self._staged_sums: dict[int, np.ndarray] = {}
         """uint32 [devices, n, H]: the checksums that staged contents should have, by staging buffer."""
         self._finished: list[FinishedCopy] = []
+        self._num_under_way = 0
+        """Copies that began and that `finished` did not return."""
         self._changed = threading.Condition()
         self._is_woken = False
         self._transfer: Transfer | None = None
@@ -69,10 +76,13 @@ class BlockCopier(OpRunner):
 
     def finished(self) -> list[FinishedCopy]:
         """The copies that are over since the last call. Raises EngineDeadError if a thread ended, whose copies will never be over."""
+        if not self._num_under_way:
+            return []
         if dead := [thread.name for thread in self._threads if not thread.is_alive]:
             raise EngineDeadError(f"the thread {dead[0]}, which copies blocks to and from host memory, has ended")
         with self._changed:
             found, self._finished = self._finished, []
+        self._num_under_way -= len(found)
         return found
 
     def wait(self, seconds: float) -> None:
@@ -89,6 +99,7 @@ class BlockCopier(OpRunner):
 
     def _submit(self, thread: int, op: CopyBlocks, finish: Finish) -> None:
         self._threads[thread].submit(partial(self._finish, op, finish))
+        self._num_under_way += 1
 
     def _finish(self, op: CopyBlocks, finish: Finish) -> None:
         try:
@@ -136,7 +147,7 @@ class BlockCopier(OpRunner):
 
     def _to_device(self, op: StageBlocks) -> Waiting:
         assert self._transfer is not None
-        self._staged_sums[op.staging] = np.repeat(self.arena.sums[op.slots].swapaxes(0, 1), self.format.num_copies, axis=0)
+        self._staged_sums[op.staging] = np.repeat(self.arena.sums_of(op.slots).swapaxes(0, 1), self.format.num_copies, axis=0)
         return self._transfer.to_device(self._staging[op.staging], op.slots)
 
     def _arrived(self, op: StageBlocks, wait: Waiting) -> FinishedCopy:
@@ -175,6 +186,7 @@ class BlockCopier(OpRunner):
             with self._runner.times.part("host memory"):
                 self._transfer = self._opening.result()
             self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         shape = Gather(self.format.num_copies).staging(self._runner.shapes)
         zeros = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=shape.sharding)
         self._staging = jax.block_until_ready([zeros() for _ in range(self.num_staging)])
@@ -191,6 +203,35 @@ class BlockCopier(OpRunner):
         except BaseException:
             self.arena.close()
             raise
+
+    # Slots that another process lends
+
+    def add_region(self, memory: mmap.mmap) -> int:
+        """See Regions."""
+        assert self._transfer is not None
+        number = self.arena.add_region(memory)
+        try:
+            self._transfer.add_region(number, self.arena.regions[number])
+        except RuntimeError:
+            del self.arena.regions[number]
+            raise
+        return number
+
+    def remove_region(self, number: int) -> None:
+        """See Regions."""
+        self._drain()
+        if self._transfer is not None:
+            self._transfer.remove_region(number)
+        del self.arena.regions[number]
+
+    def slot(self, region: int, index: int, sums: np.ndarray) -> int:
+        """See Regions."""
+        self.arena.regions[region].sums[index] = sums
+        return region << REGION_BITS | index
+
+    def region_of(self, slot: int) -> int:
+        """See Regions."""
+        return place(slot)[0]
 
     @property
     def _is_on_gpus(self) -> bool:

@@ -20,15 +20,19 @@ import numpy as np
 from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.errors import ConfigError
 from jaxllm.runner.block_format import BlockFormat
-from jaxllm.runner.features.block_copies.arena import PAGE_BYTES, Arena
+from jaxllm.runner.features.block_copies.arena import PAGE_BYTES, Arena, Region, place
 from jaxllm.runner.features.block_copies.transfer import Waiting, by_device
 
 _REGISTERED_BYTES = 64 << 30
 """Most memory that is page-locked by one call. No copy reaches from one such piece into the next: CUDA need not accept that."""
+_LENT_BYTES = 256 << 20
+"""As much of another process's memory: steps and copies go on meanwhile, and wait for each call."""
 _MAX_TRIED_BYTES = 1 << 30
 """A larger limit of locked memory is not tried: that would take long."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices."""
+_READ_ONLY = 8
+"""cudaHostRegisterReadOnly: devices only read it, and the process may not write it either."""
 _NON_BLOCKING = 1
 """cudaStreamNonBlocking: does not wait for the default stream."""
 _ANY_DIRECTION = 4
@@ -46,17 +50,18 @@ class CudaTransfer:
         """Locks the arena's pages, and makes the streams of these devices. Raises ConfigError if the memory cannot be locked."""
         self._format, self._base, self._slot_bytes = format, arena.address, arena.slot_bytes
         self._runtime = _Runtime()
-        self._piece_slots = max(1, _REGISTERED_BYTES // arena.slot_bytes)
+        self._piece_slots, self._lent_slots = (max(1, size // arena.slot_bytes) for size in (_REGISTERED_BYTES, _LENT_BYTES))
+        self._ordinals = ordinals
         self._registered: list[int] = []
+        self._bases = {0: self._base}
+        """Address of the first slot of each region."""
+        self._registered_of: dict[int, list[int]] = {}
+        """Addresses of the locked pieces of lent regions."""
         self._streams: dict[tuple[str, int], ctypes.c_void_p] = {}
         """By direction and device."""
         self._runtime.call("cudaSetDevice", ordinals[0])
         try:
-            piece_bytes = self._piece_slots * arena.slot_bytes
-            for start in range(0, arena.num_bytes, piece_bytes):
-                size = min(piece_bytes, arena.num_bytes - start)
-                self._runtime.call("cudaHostRegister", _at(self._base + start), ctypes.c_size_t(size), _PORTABLE)
-                self._registered.append(self._base + start)
+            self._register(self._base, arena.num_slots, self._piece_slots, _PORTABLE, self._registered)
         except CudaError as error:
             self.close()
             raise _cannot_lock(arena.num_bytes, error) from error
@@ -70,6 +75,38 @@ class CudaTransfer:
         except CudaError:
             self.close()
             raise
+
+    def _register(self, address: int, num_slots: int, piece: int, flags: int, registered: list[int]) -> None:
+        """Lock slots in pieces of so many, whose addresses are added to `registered`."""
+        for first in range(0, num_slots, piece):
+            start, size = address + first * self._slot_bytes, min(piece, num_slots - first) * self._slot_bytes
+            self._runtime.call("cudaHostRegister", _at(start), ctypes.c_size_t(size), flags)
+            registered.append(start)
+
+    def add_region(self, number: int, region: Region) -> None:
+        self._runtime.call("cudaSetDevice", self._ordinals[0])
+        registered = self._registered_of.setdefault(number, [])
+        try:
+            self._register(region.address, len(region.words), self._lent_slots, _PORTABLE | _READ_ONLY, registered)
+        except CudaError:
+            self.remove_region(number)
+            raise
+        self._bases[number] = region.address
+
+    def remove_region(self, number: int) -> None:
+        self._bases.pop(number, None)
+        self._unlock(self._registered_of.pop(number, []))
+
+    def _unlock(self, registered: list[int]) -> None:
+        """As far as a device that is lost allows it."""
+        for address in registered:
+            with contextlib.suppress(CudaError):
+                self._runtime.call("cudaHostUnregister", _at(address))
+        registered.clear()
+
+    def _address(self, slot: int) -> int:
+        region, index = place(slot)
+        return self._bases[region] + index * self._slot_bytes
 
     def to_host(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
         return self._begin("out", staging, slots)
@@ -86,16 +123,16 @@ class CudaTransfer:
                 if is_out and device % num_copies:
                     continue  # another device has the same
                 ordinal = part.device.local_hardware_id  # type: ignore[union-attr]
-                self._runtime.call("cudaSetDevice", ordinal)  # of this thread
+                self._runtime.begin("cudaSetDevice", ordinal)  # of this thread
                 stream = self._streams[direction, ordinal]
                 spans.append(_Span(self._runtime, ordinal, stream))
                 rows, offset = part.unsafe_buffer_pointer(), device // num_copies * row_bytes
-                for row, slot, count in runs(slots, self._piece_slots):
+                for row, slot, count in runs(slots, self._piece_slots, self._lent_slots):
                     of_rows = (_at(rows + row * row_bytes), ctypes.c_size_t(row_bytes))
-                    of_slots = (_at(self._base + slot * self._slot_bytes + offset), ctypes.c_size_t(self._slot_bytes))
+                    of_slots = (_at(self._address(slot) + offset), ctypes.c_size_t(self._slot_bytes))
                     to, source = (of_slots, of_rows) if is_out else (of_rows, of_slots)
                     shape = (ctypes.c_size_t(row_bytes), ctypes.c_size_t(count))
-                    self._runtime.call("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
+                    self._runtime.begin("cudaMemcpy2DAsync", *to, *source, *shape, _ANY_DIRECTION, stream)
                 spans[-1].end()
         except BaseException:
             with contextlib.suppress(CudaError):
@@ -104,14 +141,12 @@ class CudaTransfer:
         return lambda: (staging, _wait_for(spans))
 
     def close(self) -> None:
-        """Unlock the pages, as far as a device that is lost allows it."""
-        for address in self._registered:
-            with contextlib.suppress(CudaError):
-                self._runtime.call("cudaHostUnregister", _at(address))
+        """Unlock the pages."""
+        for registered in (self._registered, *self._registered_of.values()):
+            self._unlock(registered)
         for stream in self._streams.values():
             with contextlib.suppress(CudaError):
                 self._runtime.call("cudaStreamDestroy", stream)
-        self._registered.clear()
         self._streams.clear()
 
 
@@ -126,9 +161,9 @@ class _Span:
 
     def _record(self) -> None:
         event = ctypes.c_void_p()
-        self._runtime.call("cudaEventCreate", ctypes.byref(event))
+        self._runtime.begin("cudaEventCreate", ctypes.byref(event))
         self._events.append(event)
-        self._runtime.call("cudaEventRecord", event, self._stream)
+        self._runtime.begin("cudaEventRecord", event, self._stream)
 
     def end(self) -> None:
         """Whatever is begun from now on is another copy's."""
@@ -137,17 +172,17 @@ class _Span:
     def wait(self) -> float:
         """Return its seconds when it is over, or if it never ended when all that the stream had to do is."""
         milliseconds = ctypes.c_float()
-        self._runtime.call("cudaSetDevice", self._ordinal)
+        self._runtime.begin("cudaSetDevice", self._ordinal)
         try:
             if len(self._events) < 2:
                 self._runtime.call("cudaStreamSynchronize", self._stream)
             else:
                 self._runtime.call("cudaEventSynchronize", self._events[1])
-                self._runtime.call("cudaEventElapsedTime", ctypes.byref(milliseconds), *self._events)
+                self._runtime.begin("cudaEventElapsedTime", ctypes.byref(milliseconds), *self._events)
         finally:
             for event in self._events:
                 with contextlib.suppress(CudaError):
-                    self._runtime.call("cudaEventDestroy", event)
+                    self._runtime.begin("cudaEventDestroy", event)
         return milliseconds.value / 1e3
 
 
@@ -190,22 +225,29 @@ class _Runtime:
     """CUDA's runtime, the library that JAX has loaded if it is in sight."""
 
     def __init__(self) -> None:
-        self._library = _load()
+        self._waiting, self._library = _load()
         self._library.cudaGetErrorName.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises CudaError unless the call succeeds."""
-        code = getattr(self._library, name)(*arguments)
+        """Make a call that may take long, while other threads run Python. Raises CudaError unless it succeeds."""
+        self._check(name, getattr(self._waiting, name)(*arguments))
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Make a call that returns within microseconds: to give Python up for it, and get it back from other threads, would take longer.
+        Raises CudaError unless it succeeds."""
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, code: int) -> None:
         if code:
             raise CudaError(f"{name} failed: {self._library.cudaGetErrorName(code).decode()}")
 
 
-def _load() -> ctypes.CDLL:
-    """Raises ConfigError if there is none."""
+def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
+    """The library, whose calls give Python up or keep it. Raises ConfigError if there is none."""
     tried = dict.fromkeys(itertools.chain(_loaded(), _installed(), ("libcudart.so.13", "libcudart.so.12", "libcudart.so")))
     for path in tried:
         try:
-            return ctypes.CDLL(path)
+            return ctypes.CDLL(path), ctypes.PyDLL(path)
         except OSError:
             continue
     raise ConfigError(
@@ -228,10 +270,16 @@ def _installed() -> Iterator[str]:
         yield from map(str, sorted(Path(root, "nvidia").glob("**/libcudart.so.*")))
 
 
-def runs(slots: Iterable[int], piece: int) -> Iterator[tuple[int, int, int]]:
-    """(row, slot, count) of runs of consecutive slots: each is one copy. None reaches from one piece of so many slots into the next."""
-    numbered = enumerate(slots)
-    for _, run in itertools.groupby(numbered, key=lambda each: (each[1] - each[0], each[1] // piece)):
+def runs(slots: Iterable[int], piece: int, lent_piece: int) -> Iterator[tuple[int, int, int]]:
+    """(row, slot, count) of runs of consecutive slots: each is one copy. None reaches from one region, or one piece of so many slots, into
+    the next."""
+
+    def key(each: tuple[int, int]) -> tuple[int, int, int]:
+        row, slot = each
+        region, index = place(slot)
+        return slot - row, region, index // (lent_piece if region else piece)
+
+    for _, run in itertools.groupby(enumerate(slots), key=key):
         first, *rest = run
         yield *first, 1 + len(rest)
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxllm.runner.block_format import BlockFormat
-from jaxllm.runner.features.block_copies.arena import Arena
+from jaxllm.runner.features.block_copies.arena import Arena, Region
 
 Waiting = Callable[[], tuple[jax.Array, float]]
 """Waits for a copy. Returns its staging buffer, or another one in its place, and the seconds of the copy alone."""
@@ -24,6 +24,12 @@ class Transfer(Protocol):
 
     def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
         """Copy slots to the first rows of a staging buffer."""
+
+    def add_region(self, number: int, region: Region) -> None:
+        """Prepare copies from lent slots, any thread. Raises RuntimeError if devices cannot read them."""
+
+    def remove_region(self, number: int) -> None:
+        """No copy reads them any more."""
 
     def close(self) -> None:
         """Release what it holds of host and devices."""
@@ -52,9 +58,15 @@ class PlainTransfer:
         for device, shard in by_device(staging):
             # New memory: on a CPU an array may share that of the host array which it was made of.
             rows_1Nw = np.zeros(shard.shape, np.uint32)
-            rows_1Nw[0, : len(slots)] = self._arena.words[slots, device // self._format.num_copies]
+            rows_1Nw[0, : len(slots)] = self._arena.content(slots, device // self._format.num_copies)
             parts.append(jax.device_put(rows_1Nw, shard.sharding))
         return jax.make_array_from_single_device_arrays(staging.shape, staging.sharding, parts)
+
+    def add_region(self, number: int, region: Region) -> None:
+        """The arena has it."""
+
+    def remove_region(self, number: int) -> None:
+        """Nothing is held."""
 
     def close(self) -> None:
         """Nothing is held."""

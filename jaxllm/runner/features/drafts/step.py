@@ -169,7 +169,7 @@ class Drafts(LatestTokens):
             return
         run.rows, caches = self.propose(
             functions, variant, width, run.params, tuple(run.caches), run.rows, run.columns_RC, run.places, run.token_ids_T,
-            run.hidden_TD, self.features(run.step), run.shards,
+            run.hidden_TD, self.features(run.step), run.shards, functions.policy,
         )  # fmt: skip
         run.caches[:] = caches
 
@@ -200,8 +200,9 @@ class Drafts(LatestTokens):
         columns_RC = columns_NC[: min(num_tokens, engine.max_rows)]
         places = locate(rows.block_table_NB, columns_RC, num_tokens, engine.cache)
         rows, caches = self.propose(
-            engine, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD, features, shards
-        )
+            engine, variant, width, params, caches, rows, columns_RC, places, token_ids_T, hidden_TD, features, shards,
+            engine.policy.in_program(num_tokens),
+        )  # fmt: skip
         return caches, rows
 
     def features(self, step: Step) -> tuple[jax.Array, ...]:
@@ -228,6 +229,7 @@ class Drafts(LatestTokens):
         hidden_TD: jax.Array,
         features: tuple[jax.Array, ...],
         shards: Shards,
+        policy: KernelPolicy,
     ) -> tuple[Any, tuple[jax.Array, ...]]:
         """Show a step to the drafter; with width 1 no drafts are wanted. Returns the rows and the caches.
 
@@ -244,7 +246,7 @@ class Drafts(LatestTokens):
         num_kept, logits_NKV = 0, drafts_of(rows).logits_NKV
 
         def drafters_step(ids: jax.Array, at: Places) -> Step:
-            return make_step(shared, ids, at, layers, engine.kernels, shards, exchange=engine.exchange, policy=engine.policy)
+            return make_step(shared, ids, at, layers, engine.kernels, shards, exchange=engine.exchange, policy=policy)
 
         def decode_step(token_R: jax.Array, position_R: jax.Array) -> Step:
             at = at_positions(rows.block_table_NB, row_R, position_R, jnp.where(samples_R, limit_R, 0), engine.cache)

@@ -57,10 +57,11 @@ class PendingVectors:
 
 
 class Pooling:
-    """Holds the running sums of requests that use mean pooling."""
+    """Holds the running sums of requests that are pooled by the mean of their tokens, or by the first: its sum has no others."""
 
     def __init__(self, device: Device, model: ModelConfig):
-        self._is_mean = model.pooling.pooling_type == "mean"
+        self._type, self._adds_up = model.pooling.pooling_type, model.pooling.pooling_type != "last"
+        self._kind = "pool" if model.classifier is None else "classify"
         self._width = model.hidden_size
         self._buckets = device.buckets
         self._device = device
@@ -73,8 +74,8 @@ class Pooling:
     def keys(self, work: Sequence[Sequence[Chunk]], num_tokens: int) -> list[ProgramKey]:
         """The programs that `launch` calls."""
         num_finished = max(len(_finished(of_rank)) for of_rank in work)
-        keys = [ProgramKey("add_up", num_tokens)] if any(map(_whole, work)) and self._is_mean else []
-        return [*keys, ProgramKey("pool", self._buckets.fit_sample(num_finished))] if num_finished else keys
+        keys = [ProgramKey("add_up", num_tokens)] if any(map(_whole, work)) and self._adds_up else []
+        return [*keys, ProgramKey(self._kind, self._buckets.fit_sample(num_finished))] if num_finished else keys
 
     def launch(self, work: Sequence[Sequence[Chunk]], hidden: Hidden | None) -> list[PendingVectors]:
         """Start what these chunks need of a step's hidden states: of all its tokens, and of the last token of each of its rows."""
@@ -82,7 +83,7 @@ class Pooling:
         ranks, source = self._device.ranks, hidden.hidden_NWD
         whole, finished = [*map(_whole, work)], [*map(_finished, work)]
         by_token = [[chunk for chunk in of_rank if _is_by_token(chunk)] for of_rank in work]
-        if self._is_mean and any(whole):
+        if self._adds_up and any(whole):
             source = self._add_up(whole, hidden.hidden_TD)
         vectors_RD = self._pool(finished, source) if any(finished) else None
         results = ranks.split((vectors_RD, hidden.hidden_TD if any(by_token) else None))
@@ -109,14 +110,16 @@ class Pooling:
         owner_T, first_N = packed[:num_tokens], packed[num_tokens:]
         owner_T[:] = num_rows
         for chunk in chunks:
-            owner_T[chunk.first_token : chunk.first_token + chunk.count] = chunk.row.index
+            count = chunk.count if self._type == "mean" else int(chunk.start == 0)
+            owner_T[chunk.first_token : chunk.first_token + count] = chunk.row.index
             first_N[chunk.row.index] = chunk.start == 0
         return packed
 
     def _pool(self, finished: Sequence[Sequence[Chunk]], source_XD: jax.Array) -> jax.Array:
         size = self._buckets.fit_sample(max(map(len, finished)))
         requests = self._device.ranks.joined([self._requests(of_rank, size) for of_rank in finished])
-        return self._device.program(ProgramKey("pool", size))(source_XD, self._device.put(requests))
+        weights = () if self._kind == "pool" else (self._device.params,)
+        return self._device.program(ProgramKey(self._kind, size))(*weights, source_XD, self._device.put(requests))
 
     def _requests(self, finished: Sequence[Chunk], size: int) -> np.ndarray:
         """What `pool` takes of the requests of one rank."""
@@ -124,7 +127,7 @@ class Pooling:
         for i, chunk in enumerate(finished):
             row, params = chunk.row, chunk.row.pooling
             assert params is not None
-            index, divisor = (row.index, row.num_known) if self._is_mean else (chunk.place, 1)
+            index, divisor = row.index if self._adds_up else chunk.place, row.num_known if self._type == "mean" else 1
             requests[i] = index, divisor, params.dimensions or self._width, bool(params.use_activation)
         return requests
 

@@ -1,0 +1,89 @@
+"""MiMo-V2-Flash: windows with attention sinks and twice the KV heads in five of six layers, values narrower than keys, a third of each head
+rotated, experts as DeepSeek-V3 chooses them. Source: arXiv:2601.02780.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Attention, Names, Rope
+from jaxllm.models.config_reader import WINDOWED, ConfigReader
+from jaxllm.models.deepseek_routing import sigmoid_moe
+
+DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "v_head_dim": 128,
+    "sliding_window": 129,
+    "attention_value_scale": 0.707,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 1,
+    "rope_theta": 5000000.0,
+    "swa_rope_theta": 10000.0,
+    "partial_rotary_factor": 0.334,
+}
+REQUIRED = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "attention_bias": False,
+    "attention_projection_layout": "split",
+    "add_full_attention_sink_bias": False,
+    "n_shared_experts": 0,
+}
+"""The only values of keys that are computed."""
+
+
+def read(c: ConfigReader) -> ModelConfig:
+    c = _by_names_of_transformers(c.with_defaults(**DEFAULTS))
+    for name, value in REQUIRED.items():
+        c.refuse_unless(name, value)
+    full_rope, max_position = c.rope_of("full_attention")
+    local_rope, _ = c.rope_of("sliding_attention", {"rope_theta": c.number("swa_rope_theta")})
+    windowed = c.layer_kinds(WINDOWED, lambda layer: layer != 0 and (layer + 1) % 6 != 0)
+    attentions = {True: _windowed(c, local_rope), False: _attention(c, full_rope)}
+    layers = [c.pre_norm_layer(attentions[on], c.mlp()) for on in windowed]
+    names = Names(ignored=("model.mtp.",))
+    return c.decoder(c.with_experts(layers, sigmoid_moe(c)), max_position, names=names)
+
+
+def _by_names_of_transformers(c: ConfigReader) -> ConfigReader:
+    """A reader of the keys that transformers has for those of the hub."""
+    raw, found = c.raw, {"routed_scaling_factor": c.raw.get("routed_scaling_factor") or 1.0}
+    if raw.get("layernorm_epsilon") is not None:
+        found["rms_norm_eps"] = raw["layernorm_epsilon"]
+    if raw.get("sliding_window_size") is not None:  # without the token itself
+        found["sliding_window"] = c.integer("sliding_window_size") + 1
+    for theirs, ours, kinds in (
+        ("hybrid_layer_pattern", "layer_types", {0: "full_attention", 1: "sliding_attention"}),
+        ("moe_layer_freq", "mlp_layer_types", {0: "dense", 1: "sparse"}),
+    ):
+        if isinstance(given := raw.get(theirs), list) and ours not in raw:
+            found[ours] = [kinds.get(kind, str(kind)) for kind in given]
+    return c.with_values(**found)
+
+
+def _attention(c: ConfigReader, rope: Rope) -> Attention:
+    value_dim = c.integer("v_head_dim")
+    if value_dim > c.head_dim:
+        c.faults.append(f"v_head_dim is {value_dim}, must not be above head_dim, which is {c.head_dim}")
+    scale = c.number("attention_value_scale", 1.0)
+    return replace(c.attention(rope), value_dim=value_dim if value_dim != c.head_dim else None, value_scale=scale)
+
+
+def _windowed(c: ConfigReader, rope: Rope) -> Attention:
+    for name in ("num_attention_heads", "head_dim", "v_head_dim"):
+        c.refuse_unless(f"swa_{name}", c.integer(name))
+    kv_heads = c.integer("swa_num_key_value_heads", 2 * c.integer("num_key_value_heads"))
+    return replace(
+        _attention(c.with_values(num_key_value_heads=kv_heads), rope),
+        window=c.integer("sliding_window"),
+        sinks=c.boolean("add_swa_attention_sink_bias", True),
+        sinks_name="attention_sink_bias",
+    )

@@ -1,0 +1,63 @@
+"""Pairs of texts as one prompt, against the same tokenizer in transformers, which cuts the longer text first."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.text.pairs import UNCUT, PairCut, encode_pairs, second_start
+from jaxllm.text.tokenizer import Tokenizer
+
+WORDS = ["one", "two", "three", "four", "five", "six", "##ty", "##s"]
+
+
+def word_piece() -> Backend:
+    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(word_piece(), {"sep_token": "[SEP]", "cls_token": "[CLS]", "unk_token": "[UNK]", "pad_token": "[PAD]"})
+
+
+def texts(rng: random.Random) -> tuple[str, str]:
+    first, second = (" ".join(rng.choices(["One", "sixty", "threes", "five", "other"], k=rng.randint(1, 14))) for _ in range(2))
+    return first, second
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_pairs_are_cut_as_tokenizers_cut_them(tokenizer: Tokenizer, side: str) -> None:
+    rng, oracle = random.Random(0), word_piece()
+    for _ in range(300):
+        pair, limit = texts(rng), rng.randint(5, 30)
+        oracle.enable_truncation(limit, strategy="longest_first", direction=side)
+        expected = oracle.encode(*pair)
+        (found,) = encode_pairs(tokenizer, [pair], PairCut(limit, side=side), joins_texts=False, longest=64)
+        assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
+
+
+def test_each_text_may_have_a_limit(tokenizer: Tokenizer) -> None:
+    pair = ("one two three four", "five six one two")
+    (found,) = encode_pairs(tokenizer, [pair], PairCut(None, 2, 3), joins_texts=False, longest=64)
+    (expected,) = encode_pairs(tokenizer, [("one two", "five six one")], UNCUT, joins_texts=False, longest=64)
+    assert found == expected
+    (joined,) = encode_pairs(tokenizer, [("one two ", "three four")], PairCut(5), joins_texts=True, longest=64)
+    assert joined.ids == tokenizer.encode("one two three four")[:5] and not any(joined.type_ids)
+    with pytest.raises(InvalidRequestError, match="the model takes 64"):
+        encode_pairs(tokenizer, [pair], PairCut(65), joins_texts=False, longest=64)
+
+
+def test_types_say_where_the_second_text_starts() -> None:
+    assert second_start({"prompt_token_ids": [5, 6, 7], "token_type_ids": [0, 0, 1]}, 3) == 2
+    assert second_start({"prompt_token_ids": [5], "token_type_ids": [0]}, 1) is None and second_start([5, 6], 2) is None
+    for types, message in (([0, 1], "has 2 types"), ([0, 1, 0], "then 1"), ([0, 2, 2], "then 1"), (3, "has no types")):
+        with pytest.raises(InvalidRequestError, match=message):
+            second_start({"token_type_ids": types}, 3)
