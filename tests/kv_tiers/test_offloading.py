@@ -274,7 +274,7 @@ DECODE = {"kv_role": "decode"}
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("qwen3_next", {}, "no prefix of it can be kept; leave the option out, or set kv_role"),
+        ("qwen3_next", {}, "no prefix of it is kept in host memory; leave the option out, or set kv_role"),
         ("qwen3_next", {**DECODE, "kv_offloading_disk": "d", "kv_offloading_disk_size": 1.0}, "kv_offloading_disk would keep"),
         (
             "qwen3_next",

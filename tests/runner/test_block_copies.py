@@ -20,12 +20,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.runner.block_format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies import arena as arena_module
 from jaxllm.runner.features.block_copies import cuda
 from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, check_memory, check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
-from jaxllm.runner.features.block_copies.format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies.programs import Gather
 from jaxllm.runner.features.block_copies.transfer import Waiting
 from jaxllm.runner.programs.key import ProgramKey

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.errors import ConfigError
+from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies.arena import PAGE_BYTES, Arena, Region, place
-from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.transfer import Waiting, by_device
 
 _REGISTERED_BYTES = 64 << 30
