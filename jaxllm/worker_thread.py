@@ -47,9 +47,10 @@ class WorkerThread:
         return self._thread.is_alive()
 
     def drain(self) -> None:
-        """Wait until every call has run, including failed ones, or the thread has ended."""
-        while self._last is not None and not self._last.done() and self.is_alive:
-            wait([self._last], 1.0)
+        """Wait until every call made before this one has run, including failed ones, or the thread has ended."""
+        last = self._last
+        while last is not None and not last.done() and self.is_alive:
+            wait([last], 1.0)
 
     def shutdown(self) -> None:
         """Drain and end the thread. May be called again."""

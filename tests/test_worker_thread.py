@@ -24,6 +24,22 @@ def test_calls_run_in_order_and_errors_are_raised_where_results_are_read():
         worker.submit(lambda: None)
 
 
+def test_drain_does_not_wait_for_later_calls():
+    worker, is_drained = WorkerThread("test"), threading.Event()
+
+    def call():
+        if not is_drained.wait(0.001):
+            worker.submit(call)
+
+    worker.submit(call)
+    drain = threading.Thread(target=lambda: (worker.drain(), is_drained.set()), daemon=True)
+    drain.start()
+    drain.join(5)
+    was_drained = is_drained.is_set()
+    is_drained.set()
+    assert was_drained
+
+
 def test_an_abandoned_thread_makes_no_further_calls():
     worker, go, found = WorkerThread("test"), threading.Event(), []
     first, second = worker.submit(go.wait), worker.submit(lambda: found.append(1))
