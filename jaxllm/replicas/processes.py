@@ -25,6 +25,9 @@ RESTART_WINDOW_SECONDS = 60.0
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0
 """Seconds after which a process that was asked to end is killed."""
+SECONDS_PER_GIB = 0.5
+"""So much longer for each GiB of host memory for blocks (kv_offloading_size). The system takes 0.2 s to free a GiB of memory that processes
+share, and CUDA has to unlock it before."""
 
 
 class EngineProcess:
@@ -95,6 +98,11 @@ class EngineProcesses:
         return timeout + 30.0 if timeout else float("inf")
 
     @property
+    def end_seconds(self) -> float:
+        """END_SECONDS, and what the memory takes."""
+        return END_SECONDS + SECONDS_PER_GIB * (self._start.config.cache.kv_offloading_size or 0.0)
+
+    @property
     def clients(self) -> list[EngineClient]:
         return [engine.client for engine in self.each if engine.client is not None]
 
@@ -153,7 +161,7 @@ class EngineProcesses:
 
     async def end_all(self) -> None:
         """Ask all to end, and kill those that do not."""
-        await asyncio.gather(*(end(engine.process, END_SECONDS) for engine in self.each if engine.process is not None))
+        await asyncio.gather(*(end(engine.process, self.end_seconds) for engine in self.each if engine.process is not None))
 
     def kill_all(self) -> None:
         for engine in self.each:
