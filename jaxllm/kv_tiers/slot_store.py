@@ -31,8 +31,12 @@ class Regions(Protocol):
         """Prepare copies from another arena with slots of the same size; takes long. Returns the number of its region. Raises RuntimeError
         if devices cannot read it."""
 
-    def slot(self, region: int, index: int, sums: np.ndarray) -> int:
-        """The number of a slot, whose content has these checksums from now on."""
+    def slot(self, region: int, index: int, sums: np.ndarray) -> int | None:
+        """Lend a slot whose content has these checksums. Returns its number; None while one with others is lent: copies that were planned
+        are to notice that the slot has another content now."""
+
+    def give_back(self, slot: int) -> None:
+        """A slot is lent once less."""
 
     def region_of(self, slot: int) -> int:
         """The region of a slot."""

@@ -181,7 +181,7 @@ class Connection:
 
     def locate(self, lease: str, names: Sequence[bytes], region: int, regions: Regions) -> list[int | None]:
         """The slots of contents in the region of the memory that is shared; None: it has not come."""
-        left, slot_of = set(names), dict[bytes, int]()
+        left, place_of = set(names), dict[bytes, tuple[int, np.ndarray]]()
         self._channel.send(messages.Pull(lease, list(names)), self._seconds)
         while left:
             match self._channel.receive(self._seconds):
@@ -195,12 +195,12 @@ class Connection:
                         index, rest = divmod(offset, self._memory.slot_bytes)
                         if rest or self._shared is None or not 0 <= offset <= len(self._shared) - self._memory.slot_bytes:
                             raise WireError("a slot lies outside of the memory that is shared")
-                        slot_of[name] = regions.slot(region, index, self._checksums(sums))
+                        place_of[name] = index, self._checksums(sums)
                 case messages.Refused(code, text):
                     raise RefusedError(code, text)
                 case other:
                     raise WireError(f"the answer to Pull is a {type(other).__name__}")
-        return [slot_of.get(name) for name in names]
+        return [regions.slot(region, *place_of[name]) if name in place_of else None for name in names]
 
     def _copy(self, slots: Sequence[int], offsets: Sequence[int]) -> None:
         """Copy contents from the memory that is shared, neighbours in both at once: threads wait for each other after each copy."""

@@ -275,6 +275,7 @@ class PeerStore:
         assert self._regions is not None
         with self._lock:
             self._num_lent[self._regions.region_of(slot)] -= 1
+        self._regions.give_back(slot)
 
     def seconds(self, num_blocks: int) -> float:
         """No time: a router had the prompt computed elsewhere so that this engine does not."""

@@ -5,9 +5,11 @@ import fcntl
 import itertools
 import mmap
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,23 @@ class Region:
     """uint32 [slots, parts, words]"""
     sums: np.ndarray
     """As in the arena, which has them from the other process."""
+    _num_lent: Counter[int] = field(default_factory=Counter)
+    """How often slots are lent to copies, by index."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def lend(self, index: int, sums: np.ndarray) -> bool:
+        """See Regions.slot. Returns whether it is lent."""
+        with self._lock:
+            if self._num_lent[index] and not np.array_equal(self.sums[index], sums):
+                return False
+            self.sums[index] = sums
+            self._num_lent[index] += 1
+            return True
+
+    def give_back(self, index: int) -> None:
+        """It is lent once less."""
+        with self._lock:
+            self._num_lent[index] -= 1
 
     @property
     def address(self) -> int:

@@ -224,10 +224,15 @@ class BlockCopier(OpRunner):
             self._transfer.remove_region(number)
         del self.arena.regions[number]
 
-    def slot(self, region: int, index: int, sums: np.ndarray) -> int:
+    def slot(self, region: int, index: int, sums: np.ndarray) -> int | None:
         """See Regions."""
-        self.arena.regions[region].sums[index] = sums
-        return region << REGION_BITS | index
+        return region << REGION_BITS | index if self.arena.regions[region].lend(index, sums) else None
+
+    def give_back(self, slot: int) -> None:
+        """See Regions."""
+        number, index = place(slot)
+        if (region := self.arena.regions.get(number)) is not None:
+            region.give_back(index)
 
     def region_of(self, slot: int) -> int:
         """See Regions."""
