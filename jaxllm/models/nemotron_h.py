@@ -53,7 +53,8 @@ def read(c: ConfigReader) -> ModelConfig:
     }
     made = {kind: layers[kind]() for kind in dict.fromkeys(kinds)}
     norm = c.rms_norm("backbone.norm_f")
-    return c.decoder([made[kind] for kind in kinds], c.integer("max_position_embeddings"), norm=norm, names=NAMES)
+    fields = {"norm": norm, "names": NAMES, "num_spare_layers": 0}  # layers for multi-token prediction are apart, and ignored
+    return c.decoder([made[kind] for kind in kinds], c.integer("max_position_embeddings"), **fields)
 
 
 def _kinds(c: ConfigReader, given: object) -> list[str]:
