@@ -87,7 +87,7 @@ def _moe(c: ConfigReader) -> MoE:
     if c.raw.get("quantization_config"):
         c.faults.append("quantization_config is set, and experts without a gate are computed from 16 or 32 bits alone")
     return replace(
-        sigmoid_moe(c),
+        sigmoid_moe(c, "float32"),
         activation="relu2",
         gated=False,
         shared=_mlp(c, "mixer.shared_experts", c.integer("moe_shared_expert_intermediate_size", 7688)),
