@@ -129,7 +129,7 @@ class CacheOptions:
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV cache per device, instead of measuring memory"] = None
     enable_prefix_caching: Annotated[
         bool | None,
-        "reuse the blocks of equal prompt beginnings; default: on, except for models with linear attention or audio, which cannot",
+        "reuse the blocks of equal prompt beginnings; default: on, except for models with states by row or audio, which cannot",
     ] = None
     kv_offloading_size: Annotated[
         float | None,

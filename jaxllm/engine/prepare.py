@@ -418,7 +418,7 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
         return False
     if not row_bytes(model):
         return asked is not False
-    reason = "has layers with linear attention, whose states sum up a whole prompt"
+    reason = "has layers with linear attention or other states by row, which sum up a whole prompt"
     if model.attends_to_audio:
         reason = "attends to audio, which is encoded with each prompt"
     if config.kv_transfer.kv_role is not None and not model.attends_to_audio:

@@ -62,8 +62,8 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
         raise ConfigError(f"speculative_config: {target.architecture} has no drafts here; leave speculative_config out")
     if row_bytes(target):
         raise ConfigError(
-            f"speculative_config: {target.architecture} has layers with linear attention, whose states cannot drop a wrong draft; "
-            "leave speculative_config out"
+            f"speculative_config: {target.architecture} has layers with linear attention or other states by row, which cannot drop a wrong "
+            "draft; leave speculative_config out"
         )
     try:
         are_elsewhere = config.parallel.num_ranks > 1 and config.parallel.nnodes > 1
