@@ -208,6 +208,10 @@ class WeightFormat:
         """Whether products may make their whole weight in the model's type first, for which the memory of steps has room."""
         return False
 
+    def without_kernels(self) -> Self:
+        """The format by default on a GPU that has no kernel for its weights."""
+        return self
+
     def told(self, dtype: str) -> str:
         """How the checkpoint's weights are converted in a model of this type, for the log; empty: not at all."""
         return ""

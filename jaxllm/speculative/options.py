@@ -216,8 +216,9 @@ def _method(given: Mapping[str, Any], read_config: Callable[[str | None, str | N
     if method in METHODS:
         return typing.cast("Method", method)
     if method in METHODS_ELSEWHERE or method.endswith("_mtp"):
-        elsewhere = "layers for multi-token prediction are read from checkpoints of DeepSeek-V3 and GLM-4.5"
-        reason = METHODS_ELSEWHERE.get(method, elsewhere)
+        reason = METHODS_ELSEWHERE.get(
+            method, "layers for multi-token prediction are read from checkpoints of DeepSeek-V3, GLM-4.5 and Qwen 3.5"
+        )
         raise _error(f"method {method!r} is not supported: {reason}; {_METHODS_TEXT}")
     close = nearest(method, METHODS)
     raise _error(f"method is {method!r}; {_METHODS_TEXT}{f'; did you mean {close!r}?' if close else ''}")

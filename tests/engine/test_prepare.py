@@ -189,3 +189,18 @@ def test_experts_that_each_step_widens_are_told(caplog):
     for each, count in ((config.in_tiles(), 0), (config, 1)):
         prepare.warn_of_widened_experts([build_model(each)], "bfloat16")
         assert sum("--dequantize if they fit into memory in bfloat16" in text for text in caplog.messages) == count
+
+
+@pytest.mark.parametrize(
+    ("has_kernels", "dequantize", "is_stored"), [(True, None, True), (False, None, False), (False, False, True)]
+)
+def test_fp8_blocks_stay_as_stored_on_a_gpu_that_has_kernels_for_them_or_if_asked(
+    monkeypatch, has_kernels, dequantize, is_stored
+):
+    monkeypatch.setattr(prepare, "wants_tiles", lambda *_, **__: has_kernels)
+    given = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = EngineConfig.from_options(
+        model="unused", hf_overrides=given, dequantize=dequantize, skip_tokenizer_init=True, load_format="dummy"
+    )
+    _, model_config = prepare.resolve_sizes(config, goldens.FOLDER / "qwen3", device_bytes=16 << 30)
+    assert [format.computes for format in model_config.formats] == [is_stored]

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -35,6 +35,10 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
         if fields is None or fields["block_shape"] is None:
             return None
         return cls(computes=not options.dequantize and options.quantization is None, **fields)
+
+    def without_kernels(self) -> Self:
+        """Widened while it is loaded: plain JAX would widen the weights of all experts in each step."""
+        return replace(self, computes=False)
 
     def scheme(self, module: str) -> Scheme | None:
         return _scheme(self._block[1]) if self.covers(module) else None
