@@ -71,8 +71,8 @@ def make(
     config = load_model_config(directory, on_gpu=on_gpu, runner="generate", max_model_len=max_model_len, **types)
     if any(isinstance(spec, RowState) for spec in cache_specs(config)):
         raise ConfigError(
-            f"the draft model {directory} ({config.architecture}) has layers with linear attention, whose states cannot be taken back "
-            "when a draft proves wrong; choose one with attention in all layers"
+            f"the draft model {directory} ({config.architecture}) has layers with states by row, which cannot be taken back when a "
+            "draft proves wrong; choose one with attention in all layers"
         )
     _check_vocabulary(directory, config, target_directory, target)
     try:
