@@ -66,7 +66,7 @@ from jaxllm.start_times import StartTimes
 
 _STATES_FRACTION = 0.25
 """Largest fraction of the device's memory for states by row with the default of max_num_seqs."""
-_BY_ROW = "has layers with linear attention, whose states sum up a whole prompt"
+_BY_ROW = "has layers with linear attention or other states by row, which sum up a whole prompt"
 """Description of models in messages, behind their names."""
 
 
