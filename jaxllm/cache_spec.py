@@ -22,7 +22,7 @@ from typing import Protocol
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import CrossAttentionLayer, LatentAttention, StateMixer, TokenMixer
+from jaxllm.model_parts import CrossAttentionLayer, GatedDeltaNet, LatentAttention, StateMixer, TokenMixer
 
 _BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 WORD_BYTES = 4
@@ -134,10 +134,13 @@ class RowState:
     has been given away, but the device runs steps in order, and the next owner's first step, planned later, reads none of it. What
     the last row holds, which padding writes to, is never read.
 
-    Every token changes the state, so each must be computed once and in order: none can be skipped because its prefix is cached.
+    Every token changes the state, so each must be computed once and in order: those of a cached prefix can be skipped only where the
+    state behind them was kept too.
     """
 
     arrays: tuple[StateArray, ...]
+    keeps_inputs: bool = False
+    """Whether inputs of the latest tokens are kept too, so that wrong drafts do not change the state: see `jaxllm.layers.latest_inputs`."""
 
     @property
     def bytes_per_row(self) -> int:
@@ -153,10 +156,10 @@ class EncodedState(RowState):
     """
 
 
-def cache_specs(config: ModelConfig, *, disable_windows: bool = False) -> tuple[CacheSpec | RowState, ...]:
+def cache_specs(config: ModelConfig, *, disable_windows: bool = False, num_drafts: int = 0) -> tuple[CacheSpec | RowState, ...]:
     """The spec of each layer of a model; behind them, in the same order, those of layers' attention to an encoder (`encoded_layer`).
-    disable_windows: layers with a sliding window keep all tokens too."""
-    of_layers = tuple(_spec(layer.attention, config, disable_windows) for layer in config.layers)
+    disable_windows: layers with a sliding window keep all tokens too. num_drafts: most of a row in a step."""
+    of_layers = tuple(_spec(layer.attention, config, disable_windows, num_drafts) for layer in config.layers)
     return (*of_layers, *(_encoded(layer, config) for layer in config.layers if isinstance(layer, CrossAttentionLayer)))
 
 
@@ -176,14 +179,18 @@ def row_bytes(config: ModelConfig) -> int:
     return sum(spec.bytes_per_row for spec in cache_specs(config) if isinstance(spec, RowState))
 
 
-def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bool) -> CacheSpec | RowState:
+def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bool, num_drafts: int) -> CacheSpec | RowState:
     dtype = config.kv_cache_dtype
     if attention is None:
         return RowState(())
     if isinstance(attention, StateMixer):
         types = (config.dtype, "float32")
         shapes = zip(attention.state_shapes, types, strict=False)
-        return RowState(tuple(StateArray(attention.state_heads, shape, dtype) for shape, dtype in shapes))
+        arrays = tuple(StateArray(attention.state_heads, shape, dtype) for shape, dtype in shapes)
+        if not num_drafts or not isinstance(attention, GatedDeltaNet):
+            return RowState(arrays)
+        latest = (StateArray(attention.state_heads, shape, config.dtype) for shape in attention.input_shapes(1 + num_drafts))
+        return RowState((*arrays, *latest, StateArray(attention.state_heads, (1,), "float32")), keeps_inputs=True)
     if isinstance(attention, LatentAttention):
         return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
     if config.encoder is not None:
@@ -227,6 +234,8 @@ class CacheLayout:
     block_size: int
     max_step_tokens: int
     """Most tokens of a request that one step computes."""
+    keeps_inputs: bool = False
+    """Whether there are states by row with inputs of the latest tokens: see `RowState`."""
 
     @property
     def policies(self) -> tuple[CachePolicy, ...]:
@@ -244,24 +253,28 @@ class CacheLayout:
         return sum(array.bytes_per_row for array in self.states)
 
     @property
-    def state_head_words(self) -> int:
-        """Words of four bytes that one head has in the states of a row, each array in whole words."""
-        return sum(-(-array.bytes_per_row // (array.num_heads * WORD_BYTES)) for array in self.states)
+    def state_parts(self) -> int:
+        """Equal parts of the states of a row, each of whole heads of every array: devices split them as they do heads."""
+        return math.gcd(*(array.num_heads for array in self.states))
+
+    @property
+    def state_part_words(self) -> int:
+        """Words of four bytes of one part, each array in whole words."""
+        return sum(-(-array.bytes_per_row // (self.state_parts * WORD_BYTES)) for array in self.states)
 
     @property
     def state_blocks(self) -> int:
-        """Blocks that hold the states of a row, in which each head has an equal part; 0: there are no states. Raises ConfigError for
-        states that blocks cannot hold."""
+        """Blocks that hold the states of a row, in each of which each part of them has an equal one; 0: there are no states. Raises
+        ConfigError for states that blocks cannot hold."""
         if not self.states:
             return 0
-        num_heads = {array.num_heads for array in self.states}
-        part_words = self.block_bytes // WORD_BYTES // max(num_heads)
-        if len(num_heads) > 1 or not part_words:
+        part_words = self.block_bytes // WORD_BYTES // self.state_parts
+        if not part_words:
             raise ConfigError(
-                f"block_size is {self.block_size}: blocks of {self.block_bytes} bytes cannot hold states of {sorted(num_heads)} heads, by "
-                "which engines pass them to each other; raise block_size, or leave kv_role out"
+                f"block_size is {self.block_size}: blocks of {self.block_bytes} bytes cannot hold states in {self.state_parts} parts, by "
+                "which prefixes are continued; raise block_size, or use --no-enable-prefix-caching and leave kv_role out"
             )
-        return -(-self.state_head_words // part_words)
+        return -(-self.state_part_words // part_words)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` tokens holds at a time."""
@@ -340,6 +353,7 @@ def cache_layout(specs: Sequence[CacheSpec | RowState], *, block_size: int, max_
         tuple(places[layer] for layer in range(len(specs))),
         block_size,
         max_step_tokens,
+        any(isinstance(spec, RowState) and spec.keeps_inputs for spec in specs),
     )
 
 

@@ -129,8 +129,15 @@ class CacheOptions:
     kv_cache_memory_bytes: Annotated[int | None, "size of the KV cache per device, instead of measuring memory"] = None
     enable_prefix_caching: Annotated[
         bool | None,
-        "reuse the blocks of equal prompt beginnings; default: on, except for models with linear attention or audio, which cannot",
+        "reuse the blocks of equal prompt beginnings; default: on, except for models that attend to audio, which cannot, and for models "
+        "with linear attention in pipelines, in data-parallel ranks or without chunked prefill",
     ] = None
+    prefix_cache_retention_interval: Annotated[
+        int,
+        "for models with linear attention: tokens between states that the prefix cache keeps of a prompt, in addition to those at its end "
+        "and where prompts that begin alike begin to differ; each takes blocks of the KV cache (jaxllm inspect tells how many); 0: only "
+        "these",
+    ] = 0
     kv_offloading_size: Annotated[
         float | None,
         "GiB of host memory, of all replicas together, for blocks of the prefix cache that the devices have no room for, from where "
@@ -577,6 +584,7 @@ _RANGES: dict[str, Range] = {
     "logits_processors": (lambda v: all(re.fullmatch(r"[\w.]+:[\w.]+", name) for name in v), "a list of module:Name"),
     "model_class": (lambda v: bool(re.fullmatch(r"[\w.]+(:[\w.]+)?", v)), "module:name"),
     "block_size": (lambda v: v in (8, 16, 32, 64, 128), "8, 16, 32, 64 or 128"),
+    "prefix_cache_retention_interval": at_least(0),
     "gpu_memory_utilization": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "num_gpu_blocks_override": at_least(2),
     "kv_cache_memory_bytes": at_least(1),

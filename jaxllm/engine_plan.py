@@ -80,6 +80,8 @@ class EnginePlan:
         ]
         if by_row := [layer for layer, place in enumerate(cache.places) if place.group is None]:
             sizes = {"bytes_per_token": 0, "bytes_per_longest_request": cache.row_bytes}
+            if self.config.cache.enable_prefix_caching:
+                sizes["blocks_per_cached_prefix"] = cache.state_blocks
             groups.append({"keeps": "a state by row", "layers": by_row, **sizes})
         described = self.model_config.described()
         del described["vision"]

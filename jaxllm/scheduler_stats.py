@@ -107,6 +107,14 @@ class SchedulerStats:
     """Pages of the encoder cache; 0 for a model of text alone."""
     num_used_item_pages: int = 0
     """Pages of items that requests compute."""
+    blocks_per_state: int = 0
+    """Blocks that hold the states of a row; 0 for engines that keep none behind prefixes."""
+    num_state_blocks: int = 0
+    """Blocks in which states by row can be found."""
+    num_stored_states: int = 0
+    """States by row that were put into blocks."""
+    num_loaded_states: int = 0
+    """States by row with which requests continued cached prefixes."""
     external_prefix_cache_queries: int = 0
     """Tokens of admissions that the pool did not have and that were looked up in tiers."""
     external_prefix_cache_hits: int = 0
@@ -199,7 +207,15 @@ class SchedulerStats:
     """The part of `num_waiting` that waits for programs, not for a place."""
 
 
-_MOST = ("sleep_level", "num_speculative_tokens", "max_adapters", "disk_bytes", "used_disk_bytes", "host_block_bytes")
+_MOST = (
+    "sleep_level",
+    "num_speculative_tokens",
+    "max_adapters",
+    "disk_bytes",
+    "used_disk_bytes",
+    "host_block_bytes",
+    "blocks_per_state",
+)
 """Fields whose total is the largest value, not the sum."""
 _LEAST = ("expert_balance",)
 """Fields whose total is the smallest value."""

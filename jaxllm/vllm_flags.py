@@ -75,7 +75,8 @@ TAKEN = _names("""
     enable_eplb eplb_config gpu_memory_utilization
     kv_cache_memory_bytes kv_offloading_size kv_transfer_config kv_events_config block_size kv_cache_dtype
     enable_prefix_caching
-    prefix_caching_hash_algo num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs
+    prefix_caching_hash_algo prefix_cache_retention_interval
+    num_gpu_blocks_override disable_hybrid_kv_cache_manager max_num_batched_tokens max_num_seqs
     max_num_queued_reqs max_num_queued_tokens enable_chunked_prefill long_prefill_token_threshold
     long_prefill_token_threshold_adaptive
     scheduling_policy scheduler_reserve_full_isl watermark async_scheduling stream_interval disable_log_stats
@@ -182,7 +183,7 @@ _ENGINE = (
             switches="enable_flashinfer_autotune enable_bf16x3_router_gemm monokernel disable_cascade_attn"),
     *_flags("sums over GPUs run in a kernel that is checked at the start, and through NCCL where that cannot be",
             switches="disable_custom_all_reduce"),
-    *_flags("no prefixes of models with states by row are cached",
+    *_flags("states by row behind prefixes are in blocks of the KV cache: --prefix-cache-retention-interval",
             values="mamba_block_size mamba_cache_mode replayssm_buffer_len",
             switches="enable_mamba_shared_prefix_checkpoint use_replayssm"),
     *_flags("plain JAX computes Mamba-2", values="mamba_backend mamba_ssu_algorithm"),
@@ -244,7 +245,7 @@ _ENGINE = (
     *_flags("vLLM's second name of it", values="device_memory_utilization", option="gpu_memory_utilization"),
     *_flags("preempted requests are computed again, or loaded with --kv-offloading-size", values="swap_space preemption_mode"),
     *_refused("all layers have one type of cache, --kv-cache-dtype", lists="kv_cache_dtype_skip_layers"),
-    *_refused("prefixes match by blocks of --block-size tokens", values="prefix_match_unit prefix_cache_retention_interval", harmless=(0,)),
+    *_refused("prefixes match by blocks of --block-size tokens", values="prefix_match_unit", harmless=(0,)),
     *_refused("layers do not share caches", switches="kv_sharing_fast_prefill"),
     *_flags("prefix hits in a sliding window need only the blocks of the window", switches="swa_bounded_replay"),
     *_refused("the engine itself keeps blocks in host memory, --kv-offloading-size", values="kv_offloading_backend", harmless=("native",)),

@@ -100,6 +100,7 @@ def every_metric() -> list[Metric]:
         accepted_per_position=(0,),
         max_adapters=1,
         num_item_pages=1,
+        blocks_per_state=1,
         num_host_slots=1,
         disk_bytes=1,
         own_store_failures=(0,) * len(STORE_CALLS),

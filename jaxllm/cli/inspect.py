@@ -108,7 +108,9 @@ def _cache_group(group: dict[str, Any]) -> str:
     """Layers that share blocks, or have a state by row, and what these cost."""
     per_token = f"{size(group['bytes_per_token'])} a token, at most " if group["bytes_per_token"] else ""
     longest = size(group["bytes_per_longest_request"])
-    return f"{group['keeps']}, layers {short_ranges(group['layers'])}: {per_token}{longest} a request"
+    num_blocks = group.get("blocks_per_cached_prefix")
+    of_prefix = f", and {num_blocks} blocks a cached prefix" if num_blocks else ""
+    return f"{group['keeps']}, layers {short_ranges(group['layers'])}: {per_token}{longest} a request{of_prefix}"
 
 
 def _as_text(name: str, value: Any) -> str:

@@ -144,7 +144,7 @@ class EngineCore:
             num_stages=self.config.parallel.pipeline_parallel_size,
             block_size=plan.block_size,
             tiers=self._tiers,
-            num_state_blocks=plan.cache.state_blocks if self._tiers else 0,
+            num_state_blocks=plan.cache.state_blocks if self.config.cache.enable_prefix_caching else 0,
         )
 
         def new_observer() -> CacheObserver | None:

@@ -47,7 +47,15 @@ from jaxllm.parallel.topology import Topology
 from jaxllm.runner.drafter import Drafter, kept_logits
 from jaxllm.runner.features import check_machine, memory_bytes
 from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.memory import MemoryPlan, check_free_memory, check_pool, device_limit, memory_plan, reserve_device_memory
+from jaxllm.runner.memory import (
+    MemoryPlan,
+    check_free_memory,
+    check_pool,
+    device_limit,
+    memory_plan,
+    reserve_device_memory,
+    whole_cache,
+)
 from jaxllm.runner.program_pool import use_persistent_cache
 from jaxllm.runner.program_store import Fingerprint, ProgramStore, local_store, open_artifact, read_manifest
 from jaxllm.runner.quick_tracing import spare_lookups
@@ -58,6 +66,8 @@ from jaxllm.start_times import StartTimes
 
 _STATES_FRACTION = 0.25
 """Largest fraction of the device's memory for states by row with the default of max_num_seqs."""
+_BY_ROW = "has layers with linear attention, whose states sum up a whole prompt"
+"""Description of models in messages, behind their names."""
 
 
 @dataclass(frozen=True)
@@ -414,34 +424,50 @@ def resolve_sizes(
 
 
 def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
-    """Whether equal prompt beginnings are computed once. Raises ConfigError if it is asked for and the model cannot."""
+    """Whether equal prompt beginnings are computed once. Raises ConfigError if it is asked for and the engine cannot."""
     asked = config.cache.enable_prefix_caching
     if model.encoder is not None:
         return False
     if not row_bytes(model):
         return asked is not False
-    reason = "has layers with linear attention, whose states sum up a whole prompt"
-    if model.attends_to_audio:
-        reason = "attends to audio, which is encoded with each prompt"
+    reason = _why_no_prefix_states(config, model)
     if config.kv_transfer.kv_role is not None and not model.attends_to_audio:
-        _check_hand_over(config, f"{model.architecture} {reason}")
+        _check_hand_over(config, f"{model.architecture} {_BY_ROW}")
         return True
-    if asked:
+    if asked and reason is not None:
         raise ConfigError(
-            f"enable_prefix_caching is set, but {model.architecture} {reason}: no part of it can be skipped; leave the option out, or "
-            "use --no-enable-prefix-caching"
+            f"enable_prefix_caching is set, but {model.architecture} {reason}; leave the option out, or use --no-enable-prefix-caching"
         )
     if config.cache.kv_offloading_size:
         way_out = (
             "" if model.attends_to_audio else ", or set kv_role to pass whole prompts from a prefill engine to a decode engine"
         )
         raise ConfigError(
-            f"kv_offloading_size is {config.cache.kv_offloading_size}, but {model.architecture} {reason}: no prefix of it can be kept; "
-            f"leave the option out{way_out}"
+            f"kv_offloading_size is {config.cache.kv_offloading_size}, but {model.architecture} {reason or _BY_ROW}: no prefix of it is "
+            f"kept in host memory; leave the option out{way_out}"
         )
-    if asked is None:
+    if asked is None and reason is not None:
         logger.info("prefix caching is off: %s %s", model.architecture, reason)
-    return False
+    return asked is not False and reason is None
+
+
+def _why_no_prefix_states(config: EngineConfig, model: ModelConfig) -> str | None:
+    """Why prefixes of a model with states by row cannot be continued, behind the name of the model; None: they can."""
+    if model.attends_to_audio:
+        return "attends to audio, which is encoded with each prompt"
+    excluded = {
+        "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1 and "its stages keep states apart from blocks",
+        "data_parallel_size": config.parallel.num_ranks > 1 and "data-parallel ranks copy no states",
+        "enable_chunked_prefill": not config.scheduler.enable_chunked_prefill and "states are kept between chunks of a prompt",
+    }
+    for name, told in excluded.items():
+        if told:
+            return f"{_BY_ROW}, and {told} ({name})"
+    try:
+        assert whole_cache(config, model).state_blocks
+    except ConfigError as error:
+        return f"{_BY_ROW}, and {error}"
+    return None
 
 
 def _check_hand_over(config: EngineConfig, reason: str) -> None:

@@ -59,12 +59,12 @@ def describe(
 
 
 def _states(layout: CacheLayout, num_devices: int) -> dict[str, Any]:
-    """Properties that blocks with states by row depend on; none without states. In a block all heads have equal parts, which follow each
-    other: where its words cannot be divided so, the number of devices counts."""
+    """Properties that blocks with states by row depend on; none without states. In a block all their parts have equal ones, which follow
+    each other: where its words cannot be divided so, the number of devices counts."""
     if not layout.states:
         return {}
     arrays = [[array.num_heads, list(array.shape), array.dtype] for array in layout.states]
-    is_even = layout.block_bytes // WORD_BYTES % layout.states[0].num_heads == 0
+    is_even = layout.block_bytes // WORD_BYTES % layout.state_parts == 0
     return {"states": [arrays, layout.state_blocks, 1 if is_even else num_devices]}
 
 

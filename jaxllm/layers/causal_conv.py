@@ -42,3 +42,13 @@ def causal_conv(x_TKC: Array, weight_KCJ: Array, state_NKjC: Array, rows: StateR
     is_kept_RKjC = (place_Rj < num_before)[:, None, :, None]
     last_RKjC = jnp.where(is_kept_RKjC, kept_RKjC, of_step_RjKC.transpose(0, 2, 1, 3).astype(kept_RKjC.dtype))
     return out_TKC, state_NKjC.at[rows.row_R].set(last_RKjC)
+
+
+def convolved_before(x_TKC: Array, count_R: Array, state_NKjC: Array, rows: StateRows) -> Array:
+    """The states behind the first `count` of equally many tokens of each row."""
+    num_before, num_rows = state_NKjC.shape[2], len(rows.row_R)
+    before_RKjC = jnp.where(rows.is_new_R[:, None, None, None], 0, state_NKjC[rows.row_R])
+    x_RKBC = x_TKC.reshape(num_rows, -1, *x_TKC.shape[1:]).swapaxes(1, 2)
+    all_RKJC = jnp.concatenate([before_RKjC, x_RKBC.astype(before_RKjC.dtype)], axis=2)
+    place_Rj = count_R[:, None] + jnp.arange(num_before)
+    return state_NKjC.at[rows.row_R].set(jnp.take_along_axis(all_RKJC, place_Rj[:, None, :, None], axis=2))

@@ -8,9 +8,11 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.causal_conv import causal_conv
+from jaxllm.layers.causal_conv import causal_conv, convolved_before
+from jaxllm.layers.latest_inputs import LatestInputs
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
+from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.runs import products, products_by_run
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
@@ -70,35 +72,72 @@ class GatedDelta(nnx.Module):
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         part, states = self.part, step.states
         assert states is not None, "the step has no states by row"
-        H, V, C, G = part.key_dim, part.value_dim, part.num_channels, part.group_size
+        C = part.num_channels
         qkvz_TKC, ba_TKC = (products(linear, runs, step) for linear in (self.qkvz, self.ba))
         num_heads, dtype = qkvz_TKC.shape[1], qkvz_TKC.dtype
         arrays = states.read(self.layer)
         if arrays is None:
             shapes = ((2, num_heads, *shape) for shape in part.state_shapes)
             arrays = tuple(jnp.zeros(shape, kind) for shape, kind in zip(shapes, (dtype, jnp.float32), strict=True))
-        conv_state, delta_state = arrays
+        before, latest = tuple(arrays[:2]), arrays[2:]
 
         qkv_TKC, z_TKC = jnp.split(qkvz_TKC, [C], axis=2)
-        qkv_TKC, conv_state = causal_conv(qkv_TKC, self.conv[...], conv_state, states.rows)
-        q_TKH, k_TKH, v_TKC = jnp.split(jax.nn.silu(qkv_TKC), [H, 2 * H], axis=2)
-        b_TKG, a_TKG = jnp.split(ba_TKC.astype(jnp.float32), 2, axis=2)
-        log_decay_TKG = -jnp.exp(self.log_rate[...]) * jax.nn.softplus(a_TKG + self.rate_bias[...])
-        out_TKGV, delta_state = step.gated_delta(
-            (_normed(q_TKH) * H**-0.5).astype(dtype),
-            _normed(k_TKH).astype(dtype),
-            v_TKC.reshape(-1, num_heads, G, V).astype(dtype),
-            log_decay_TKG,
-            jax.nn.sigmoid(b_TKG),
-            delta_state,
-            *states.rows,
-        )
-        states.write(self.layer, (conv_state, delta_state))
+        if latest:
+            kept = LatestInputs(latest[:-1], latest[-1], states.rows)
+            out_TKGV, after = self._mix_drafts(qkv_TKC, ba_TKC, before, kept, step)
+        else:
+            out_TKGV, after = self._mix(qkv_TKC, ba_TKC, before, states.rows, step)
+        states.write(self.layer, after)
 
         activation = jax.nn.sigmoid if part.gate == "sigmoid" else jax.nn.silu
         gate_TKGV = activation(z_TKC.astype(jnp.float32)).reshape(out_TKGV.shape)
         out_TKGV = (self.norm(out_TKGV) * gate_TKGV).astype(dtype)
         return products_by_run(self.out, out_TKGV, runs, step)
+
+    def _mix(
+        self,
+        qkv_TKC: Array,
+        ba_TKC: Array,
+        arrays: tuple[Array, ...],
+        rows: StateRows,
+        step: Step,
+        is_there_T11: Array | None = None,
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The sums of tokens [T, K, G, V], and both states behind them. is_there_T11: tokens that change the matrices; None: all do."""
+        H, V, G, dtype = self.part.key_dim, self.part.value_dim, self.part.group_size, qkv_TKC.dtype
+        conv_state, delta_state = arrays
+        qkv_TKC, conv_state = causal_conv(qkv_TKC, self.conv[...], conv_state, rows)
+        q_TKH, k_TKH, v_TKC = jnp.split(jax.nn.silu(qkv_TKC), [H, 2 * H], axis=2)
+        b_TKG, a_TKG = jnp.split(ba_TKC.astype(jnp.float32), 2, axis=2)
+        log_decay_TKG = -jnp.exp(self.log_rate[...]) * jax.nn.softplus(a_TKG + self.rate_bias[...])
+        q_TKH, k_TKH = (_normed(q_TKH) * H**-0.5).astype(dtype), _normed(k_TKH).astype(dtype)
+        v_TKGV, beta_TKG = v_TKC.reshape(*v_TKC.shape[:2], G, V).astype(dtype), jax.nn.sigmoid(b_TKG)
+        if is_there_T11 is not None:
+            log_decay_TKG, beta_TKG = (jnp.where(is_there_T11, each, 0) for each in (log_decay_TKG, beta_TKG))
+        out_TKGV, delta_state = step.gated_delta(
+            q_TKH, k_TKH, v_TKGV, log_decay_TKG, beta_TKG, delta_state, rows.row_R, rows.is_new_R, rows.query_start_R1
+        )
+        return out_TKGV, (conv_state, delta_state)
+
+    def _mix_drafts(
+        self, qkv_TKC: Array, ba_TKC: Array, arrays: tuple[Array, ...], latest: LatestInputs, step: Step
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """As `_mix`, in an engine with drafts; returns the latest inputs too."""
+        rows, (conv_state, _) = latest.rows, arrays
+        latest_qkv, latest_ba = latest.right()
+        _, (_, delta_state) = self._mix(latest_qkv, latest_ba, arrays, latest.kept_rows, step, latest.is_right_T11)
+        arrays = (convolved_before(latest_qkv, latest.num_right_R, conv_state, rows), delta_state)
+        kept = latest.kept((qkv_TKC, ba_TKC))
+        if rows.query_start_R1 is not None and latest.spans.has_drafts_R is None:
+            own = rows._replace(row_R=jnp.arange(len(rows.row_R), dtype=jnp.int32))
+            copied_R1 = jnp.append(rows.row_R, len(conv_state) - 1)  # the last row of the states takes writes of padding
+            out_TKGV, _ = self._mix(qkv_TKC, ba_TKC, tuple(array[copied_R1] for array in arrays), own, step)
+            return out_TKGV, (*arrays, *kept)
+        old = [array[rows.row_R] for array in arrays]
+        out_TKGV, after = self._mix(qkv_TKC, ba_TKC, arrays, rows, step)
+        if rows.query_start_R1 is not None:
+            after = tuple(map(latest.unless_drafted, after, old))
+        return out_TKGV, (*after, *kept)
 
 
 def _normed(x_TKH: Array) -> Array:

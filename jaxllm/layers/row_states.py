@@ -7,6 +7,18 @@ import jax.numpy as jnp
 from jax import Array
 
 
+class Spans(NamedTuple):
+    """Which tokens of its sequence a step computes of each row, in an engine with drafts."""
+
+    start_R: Array
+    """int32: position of the first token. All before it are right."""
+    end_R: Array
+    """int32: behind the last one."""
+    has_drafts_R: Array | None
+    """Bool: whether a row's tokens may turn out to be wrong, but for the first. None: that is so for all rows, and they have equally many
+    tokens, of which some at the end may be none."""
+
+
 class StateRows(NamedTuple):
     """The rows of a step, in the order of its tokens."""
 
@@ -16,6 +28,8 @@ class StateRows(NamedTuple):
     """Bool: the row begins with a state of zeros, whatever the arrays hold."""
     query_start_R1: Array | None
     """int32: row r owns tokens query_start[r]:query_start[r + 1] of the step; None: token i is the only one of row i."""
+    spans: Spans | None = None
+    """None: all tokens of all steps are right."""
 
 
 class RowStates(Protocol):

@@ -21,6 +21,12 @@ def add_load(found: Collected, load: SchedulerStats) -> None:
     found.gauge("kv_cache_usage_perc", load.cache_usage, "fraction of the KV cache in use, 0 to 1")
     found.counter("prefix_cache_queries", load.prefix_cache_queries, "tokens looked up in the prefix cache")
     found.counter("prefix_cache_hits", load.prefix_cache_hits, "tokens found in the prefix cache")
+    if load.blocks_per_state:
+        found.gauge(
+            "prefix_state_blocks", load.num_state_blocks, "blocks of the KV cache with states by row behind cached prefixes"
+        )
+        found.counter("prefix_states_stored", load.num_stored_states, "states by row that were kept behind prefixes of prompts")
+        found.counter("prefix_states_loaded", load.num_loaded_states, "states by row that requests continued with")
     found.counter("num_preemptions", load.num_preemptions, "times that a running request lost its place")
     turned_away = "requests turned away because too much waits, by the option that says so"
     rejected = {

@@ -245,6 +245,11 @@ class GatedDeltaNet:
         """Shapes for a row and key head: the last inputs of the convolution, and the matrices of its value heads."""
         return (self.kernel_size - 1, self.num_channels), (self.group_size, self.key_dim, self.value_dim)
 
+    def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes, for a row and key head, of the inputs from which the states behind some tokens follow: those of the convolution, and a
+        rate of change and one of decay for each value head."""
+        return (num_tokens, self.num_channels), (num_tokens, 2 * self.group_size)
+
     @property
     def flops_per_pair(self) -> float:
         """Operations for each query token and token that it sees: none."""

@@ -274,9 +274,10 @@ def memory_plan(
 
 def whole_cache(config: EngineConfig, model: ModelConfig, drafter: Drafter | None = None) -> CacheLayout:
     """The cache of all layers of a model, and behind them those of a drafter, whichever stages they are in."""
-    specs = cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager)
+    of_drafter, num_drafts = ((), 0) if drafter is None else (drafter.cache_specs, drafter.num_drafts)
+    specs = cache_specs(model, disable_windows=config.cache.disable_hybrid_kv_cache_manager, num_drafts=num_drafts)
     return cache_layout(
-        specs if drafter is None else (*specs, *drafter.cache_specs),
+        (*specs, *of_drafter),
         block_size=config.block_tokens,
         max_step_tokens=config.scheduler.max_step_tokens,
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import CacheLayout, LayerPlace
 from jaxllm.kernel_policy import ALIKE, KernelPolicy
 from jaxllm.layers.linear import multiply_tiles
-from jaxllm.layers.row_states import StateRows
+from jaxllm.layers.row_states import Spans, StateRows
 from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta, state_space
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
@@ -63,7 +63,7 @@ def locate(block_table_NB: jax.Array, columns_RC: jax.Array, num_tokens: int, ca
         tables=_group_tables(page_tables, pages, position_T, is_written_T, cache),
         query_start_R1=query_start_R1,
         kv_length_R=jnp.where(count_R > 0, start_R + count_R, 0),
-        rows=StateRows(columns_RC[:, Column.ROW], start_R == 0, query_start_R1),
+        rows=StateRows(columns_RC[:, Column.ROW], start_R == 0, query_start_R1, _spans(columns_RC, cache)),
         num_queries=None,
     )
 
@@ -84,7 +84,7 @@ def locate_decode(block_table_NB: jax.Array, columns_RC: jax.Array, width: int, 
         page_tables = [jnp.pad(page_table_RB, ((0, 0), (0, extra))) for page_table_RB in page_tables]
     pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
     is_written_T = is_real_T & (position_T >= columns_TC[:, Column.WRITE_FROM])
-    return Places(
+    places = Places(
         row_T=columns_TC[:, Column.ROW],
         owner_T=owner_T,
         offset_T=offset_T,
@@ -93,9 +93,21 @@ def locate_decode(block_table_NB: jax.Array, columns_RC: jax.Array, width: int, 
         tables=_group_tables(page_tables, pages, position_T, is_written_T, cache),
         query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32) * width,
         kv_length_R=jnp.where(count_R > 0, start_R + width, 0),
-        rows=StateRows(row_R, start_R == 0, None),
+        rows=StateRows(row_R, start_R == 0, None, _spans(columns_RC, cache)),
         num_queries=width,
     )
+    if width == 1 or places.rows.spans is None:
+        return places
+    spans = places.rows.spans._replace(has_drafts_R=None)
+    return places._replace(rows=places.rows._replace(query_start_R1=places.query_start_R1, spans=spans))
+
+
+def _spans(columns_RC: jax.Array, cache: CacheLayout) -> Spans | None:
+    """The tokens of each row, for states that take back drafts; None: there are none."""
+    if not cache.keeps_inputs:
+        return None
+    start_R = columns_RC[:, Column.START]
+    return Spans(start_R, start_R + columns_RC[:, Column.NUM_TOKENS], columns_RC[:, Column.NUM_DRAFTS] > 0)
 
 
 def at_positions(

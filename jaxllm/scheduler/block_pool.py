@@ -7,6 +7,7 @@ from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_events import EventCollector
 from jaxllm.scheduler.cache_observer import CacheObserver
 from jaxllm.scheduler.free_queue import FreeBlockQueue
+from jaxllm.scheduler.prefix_states import is_of_states
 
 
 class BlockPool:
@@ -25,7 +26,10 @@ class BlockPool:
         self.events: EventCollector | None = None
         """If set, receives which contents came with their first block and left with their last."""
         self.observer: CacheObserver | None = None
-        """If set, notified of contents that left with their last block. Code that publishes blocks reports new contents to it."""
+        """If set, notified of contents that left with their last block, but not of states. Code that publishes blocks reports new contents
+        to it."""
+        self.num_state_blocks = 0
+        """Blocks in which states by row can be found."""
         self.num_allocated = 0
         """Blocks that were allocated since the start."""
         self.evicting: Callable[[Sequence[KVCacheBlock]], None] | None = None
@@ -117,10 +121,18 @@ class BlockPool:
         self._free.prepend_n(empty)
         self._free.append_n(findable)
 
+    def renew(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Have these blocks, as far as they are free, evicted after all others."""
+        free = [block for block in blocks if block.ref_count == 0]
+        for block in free:
+            self._free.remove(block)
+        self._free.append_n(free)
+
     def publish(self, block: KVCacheBlock, block_hash: bytes) -> bool:
         """Add a full block to the prefix cache. Returns whether no other block has its content."""
         assert block.block_hash is None and block is not self.null_block
         block.block_hash = block_hash
+        self.num_state_blocks += is_of_states(block_hash)
         present = self._cached.get(block_hash)
         if present is None:
             self._cached[block_hash] = block
@@ -136,6 +148,8 @@ class BlockPool:
         """Remove a block from the prefix cache. Other blocks with the same content stay."""
         if block.block_hash is None:
             return
+        of_states = is_of_states(block.block_hash)
+        self.num_state_blocks -= of_states
         present = self._cached[block.block_hash]
         if isinstance(present, dict):
             del present[block.block_id]
@@ -145,7 +159,7 @@ class BlockPool:
             del self._cached[block.block_hash]
             if self.events is not None:
                 self.events.changes[block.block_hash] = False
-            if self.observer is not None:
+            if self.observer is not None and not of_states:
                 self.observer.removed(block.block_hash)
         block.block_hash = None
         block.num_hits = 0
@@ -155,6 +169,7 @@ class BlockPool:
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         self._cached.clear()
+        self.num_state_blocks = 0
         if self.events is not None:
             self.events.clear()
         if self.observer is not None:
@@ -178,4 +193,7 @@ class BlockPool:
             for block in (present.values() if isinstance(present, dict) else [present])
         ]
         assert all(block.block_hash == block_hash for block_hash, block in listed), "a block is found by a hash not its own"
+        assert self.num_state_blocks == sum(is_of_states(block_hash) for block_hash, _ in listed), (
+            "blocks of states are miscounted"
+        )
         assert len(listed) == sum(block.block_hash is not None for block in self.blocks), "a hashed block cannot be found"

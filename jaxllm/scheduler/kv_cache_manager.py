@@ -49,6 +49,8 @@ class CachedPrefix:
     """Tokens in the blocks of the prefix."""
     state_ids: Sequence[int] = ()
     """Blocks with the states by row behind the prefix, for layers that have some. The request does not hold them."""
+    num_matched_tokens: int = 0
+    """Tokens in blocks that are cached, of prompts that begin the same way: more than those of the prefix if states are missing."""
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
@@ -149,7 +151,7 @@ class KVCacheManager:
         """
         if not self.reads_cache(request):
             return NO_PREFIX
-        names = self._longest_prefix_of(request, self.pool.is_cached, self._lookups)
+        names, num_matched = self._longest_prefix_of(request, self.pool.is_cached, self._lookups)
         states = map(self.pool.find, self.states.names(names))
         num_cached = len(names) * self.block_size
         num_computed = min(num_cached, request.num_tokens - 1)
@@ -158,7 +160,8 @@ class KVCacheManager:
             num_expired = policy.num_expired(num_computed, self.block_size)
             found = [block for name in names[num_expired:] if (block := self.pool.find(name + suffix)) is not None]
             groups.append(_GroupTable([self.pool.null_block] * num_expired + found, num_expired))
-        return CachedPrefix(groups, num_computed, num_cached, [block.block_id for block in states if block is not None])
+        state_ids = [block.block_id for block in states if block is not None]
+        return CachedPrefix(groups, num_computed, num_cached, state_ids, num_matched * self.block_size)
 
     def absent_names(self, request: Request, num_blocks: int | None = None) -> list[bytes]:
         """The names of the first `num_blocks` full blocks of a request, by default of all, that the pool does not have, in all groups, and
@@ -174,7 +177,7 @@ class KVCacheManager:
         def is_there(name: bytes) -> bool:
             return self.pool.is_cached(name) or name in others
 
-        names = self._longest_prefix_of(request, is_there, self._lookups_in(is_there))
+        names, _ = self._longest_prefix_of(request, is_there, self._lookups_in(is_there))
         return self._names_in_groups(names), len(names) * self.block_size
 
     def num_blocks_of_prompt(self, request: Request) -> int:
@@ -199,13 +202,16 @@ class KVCacheManager:
         ]
         return in_groups + self.states.names(names)
 
-    def _longest_prefix_of(self, request: Request, is_there: Callable[[bytes], bool], lookups: _Lookups) -> list[bytes]:
-        """The hashes of a request's longest prefix that is there; with states, of all before them or none."""
-        hashes = self.states.hashes(request)
-        longest = self._longest_prefix(hashes, lookups)
-        if self.states.num_blocks and not (len(longest) == len(hashes) and all(map(is_there, self.states.names(hashes)))):
-            return []
-        return longest
+    def _longest_prefix_of(
+        self, request: Request, is_there: Callable[[bytes], bool], lookups: _Lookups
+    ) -> tuple[list[bytes], int]:
+        """The hashes of a request's longest prefix that is there, with the states behind it if layers have some; and how many blocks are
+        there whatever states are."""
+        longest = self._longest_prefix(self.states.hashes(request), lookups)
+        num_matched = len(longest)
+        while (count := self.states.longest(longest, is_there)) < len(longest):
+            longest = self._longest_prefix(longest[:count], lookups)
+        return longest, num_matched
 
     def _longest_prefix(self, names: list[bytes], lookups: _Lookups) -> list[bytes]:
         """Cut the hashes of a request's blocks down to the longest prefix that is there."""
@@ -327,8 +333,37 @@ class KVCacheManager:
     def discard_computed(self, request: Request) -> None:
         """Find no content any more that a request computed, whoever has blocks of it now. The request may run, wait or have ended."""
         own = request.block_hashes[request.num_found_blocks :]
-        states = self.states.names_of(request) if request.num_found_blocks < len(self.states.hashes(request)) else []
-        self.discard([*(name + suffix for name in own for suffix in self._suffixes), *states])
+        self.discard([name + suffix for name in own for suffix in self._suffixes])
+        self.discard_states(request)
+
+    def discard_states(self, request: Request) -> None:
+        """Find no states any more that a request stored."""
+        self.discard([name for position in request.stored_states for name in self.states.names_at(request, position)])
+
+    def store_states(self, request: Request, position: int) -> list[KVCacheBlock]:
+        """Take free blocks for the states of a request before its token at `position`, in which they are found until others take them.
+        Returns none if the states are there, or too few blocks are free."""
+        names = self.states.names_at(request, position)
+        found = [block for name in names if (block := self.pool.find(name)) is not None]
+        if len(found) == len(names):
+            self.pool.renew(found)
+            return []
+        if len(names) > self.pool.num_free_blocks:
+            return []
+        for block in found:  # parts of states computed another time: all parts are to be of one
+            self.pool.forget(block)
+        blocks = self.pool.allocate(len(names))
+        for block, name in zip(blocks, names, strict=True):
+            self.pool.publish(block, name)
+        self.pool.free(blocks[::-1])
+        request.stored_states.add(position)
+        return blocks
+
+    def renew_states(self, request: Request, position: int) -> None:
+        """States of a request are in use: have them evicted as late as what is free from now on."""
+        self.pool.renew(
+            [block for name in self.states.names_at(request, position) if (block := self.pool.find(name)) is not None]
+        )
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Find these contents no more, neither in the pool nor in tiers: they were computed wrongly."""

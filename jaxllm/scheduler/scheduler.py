@@ -38,7 +38,7 @@ from jaxllm.scheduler.loading import Loading
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_output, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
-from jaxllm.scheduler.states_passed_on import StatesPassedOn
+from jaxllm.scheduler.state_checkpoints import StateCheckpoints
 from jaxllm.scheduler.totals import Totals
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
@@ -69,7 +69,7 @@ class Scheduler:
         rooms: needs of a request other than blocks. num_stages: so many steps in a row are of different requests, because
         the first stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over
         all devices that split it; None: the option's. tiers: where blocks are kept outside the pool. observer: is told what the
-        pool has. num_state_blocks: see KVCacheManager; 0: no states by row are passed between engines."""
+        pool has. num_state_blocks: see KVCacheManager; 0: no states by row are kept."""
         block_size = block_size or cache.block_size
         check_options(options, max_model_len)
         assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
@@ -82,7 +82,10 @@ class Scheduler:
         """See `limit_steps`, and `limit_tokens` for the next one."""
         self._most_tokens_of_step: int | None = None
         self.drafts = drafts
-        self._states = StatesPassedOn(lambda: self.cache_manager) if num_state_blocks else None
+        self._states: StateCheckpoints | None = None
+        if num_state_blocks and cache.enable_prefix_caching:
+            interval = -(-cache.prefix_cache_retention_interval // block_size) * block_size
+            self._states = StateCheckpoints(lambda: self.cache_manager, interval, stores=options.enable_chunked_prefill)
         self.rooms = rooms = rooms if self._states is None else (self._states, *rooms)
         self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
         self._min_chunk = max((room.min_chunk for room in self.chunk_rooms), default=1)
@@ -478,6 +481,8 @@ class Scheduler:
                 if self._still_refused(request, num_spare):
                     break
                 prefix = manager.get_computed_blocks(request)
+                if self._states is not None:
+                    self._states.begin(request, prefix)
                 if loading is not None and loading.begin(request, prefix.num_cached_tokens, num_reserved):
                     self._refusal = None  # the load can be ended for the request that was refused
                     skipped.append(self.waiting.pop())
@@ -545,8 +550,6 @@ class Scheduler:
     def _admit(self, request: Request, prefix: CachedPrefix) -> NewRequestData:
         self._refusal = None
         self.running.append(request)
-        if self._states is not None and prefix.state_ids:
-            self._states.load(request, prefix.state_ids)
         for room in self.rooms:
             room.take(request)
         return NewRequestData(
@@ -718,9 +721,9 @@ class Scheduler:
     # Updates of the prefix cache, for API servers that choose among several engines
 
     def publish_cache_events(self) -> None:
-        """Collect changes of the prefix cache from now on. The first update is a snapshot. None follow from an engine whose prefixes are
-        of no use without states by row."""
-        if self._states is not None:
+        """Collect changes of the prefix cache from now on. The first update is a snapshot. None follow from an engine that passes states by
+        row on, or gets some: there blocks alone do not say what a prompt costs."""
+        if self._passes_states:
             return
         pool = self.cache_manager.pool
         pool.events = EventCollector(pool.cached_hashes())
@@ -732,8 +735,12 @@ class Scheduler:
 
     def cache_snapshot(self) -> CacheEvents:
         """Everything that can be found in the prefix cache. Updates that are taken later may follow it."""
-        stored = () if self._states is not None else self.cache_manager.pool.cached_hashes()
+        stored = () if self._passes_states else self.cache_manager.pool.cached_hashes()
         return CacheEvents(cleared=True, stored=keys_of(stored))
+
+    @property
+    def _passes_states(self) -> bool:
+        return self._states is not None and self.cache_manager.loading is not None
 
     def start_over(self) -> None:
         """Return every request to the waiting queue, with no blocks, no computed tokens and no step in flight.

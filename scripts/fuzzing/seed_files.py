@@ -61,12 +61,20 @@ SEEING: dict[str, Any] = {
 }
 """Config values of Qwen models that see images."""
 
+OTHER: dict[str, dict[str, Any]] = {
+    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": 32},
+    "MiMoV2FlashForCausalLM": {"v_head_dim": 8},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "ME*-"},
+}
+"""Values of single families."""
+
 
 def config(architecture: str) -> dict[str, Any]:
     """The config.json of a tiny model."""
     return {
         **CONFIG,
         "architectures": [architecture],
+        **OTHER.get(architecture, {}),
         **({"num_experts_per_tok": 1} if architecture.startswith("Llama4") else {}),
         **(SEEING if "VL" in architecture else {}),
         **({"vision_config": {"image_size": 64, "patch_size": 16}} if architecture.startswith(("Idefics3", "SmolVLM")) else {}),

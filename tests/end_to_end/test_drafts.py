@@ -12,15 +12,23 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def core() -> Iterator[EngineCore]:
+def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
+    """An engine with keys and values alone, and one with states by row, which wrong drafts must not change."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "DRAFTERS", scripted_drafts.REGISTRATION)
-        core = engines.make_core(draft_workout.NAME, speculative_config={"method": "scripted"})
+        core = engines.make_core(request.param, speculative_config={"method": "scripted"}, num_gpu_blocks_override=300)
         yield core
     core.shutdown()
 
 
-@pytest.mark.parametrize("work_out", draft_workout.WORKOUTS)
+@pytest.mark.parametrize(
+    ("core", "work_out"),
+    [
+        *((draft_workout.NAME, work_out) for work_out in draft_workout.WORKOUTS),
+        ("qwen3_next", draft_workout.interruptions),
+    ],
+    indirect=["core"],
+)
 def test_tokens_are_those_of_an_engine_without_drafts(core: EngineCore, work_out: Callable[[EngineCore], None]) -> None:
     engines.renew(core)
     work_out(core)

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 
 import jax
 import numpy as np
@@ -70,14 +71,14 @@ def test_states_are_released_by_sleep_and_made_again(core):
     engines.reschedule(core)
     layout, caches = core.memory_plan.cache, core.runner.caches
     states = caches[len(layout.arrays) :]
-    assert core.config.cache.enable_prefix_caching is False
     assert len(states) == 6 and sum(state.nbytes for state in states) == core.memory_plan.state_bytes
     assert [state.shape for state in states[:2]] == [(5, 4, 3, 48), (5, 4, 2, 16, 8)]
     core.sleep(1)
     assert all(array.is_deleted() for array in caches)
     core.wake_up()
-    answer = engines.run(core, [engines.request("a", RESULTS[0].prompt, max_tokens=6)])["a"]
-    assert answer.tokens == RESULTS[0].tokens[:6]
+    for name in "ab":
+        answer = engines.run(core, [engines.request(name, RESULTS[0].prompt, max_tokens=6)])[name]
+        assert answer.tokens == RESULTS[0].tokens[:6]
 
 
 @pytest.mark.slow
@@ -103,21 +104,71 @@ def test_what_is_not_finite_stays_in_its_row(core):
         assert answers[str(i)].tokens == RESULTS[i % 4].tokens[:8]
 
 
-def resolve(enable_prefix_caching: bool | None) -> EngineConfig:
+@pytest.mark.slow
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_prompts_that_begin_alike_continue_behind_states_and_get_the_same_tokens(core, max_in_flight):
+    """In chunks, through preemption, aborts and an empty cache, and as often as not with the states of others."""
+    rng = random.Random(max_in_flight)
+    prompts = [
+        result.prompt[:given] + [5] * rng.randint(0, 9) for result in RESULTS for given in (len(result.prompt), 37, 50, 51)
+    ]
+    wanted = [engines.request(f"{i}", prompt, max_tokens=8) for i, prompt in enumerate(prompts * 3)]
+    options = {"max_num_batched_tokens": 24, "async_scheduling": max_in_flight > 1, "max_in_flight": max_in_flight}
+    engines.reschedule(core, **options, enable_prefix_caching=False)
+    alone = engines.run(core, wanted)
+    assert not core.stats().num_stored_states
+    engines.reschedule(core, **options, num_blocks=40, prefix_cache_retention_interval=32)
+    aborted = {f"{i}" for i in range(2, len(wanted), 7)}
+
+    def disturb(step: int, answers: dict[str, engines.Answer]) -> None:
+        core.abort_requests([request_id for request_id in aborted if len(answers[request_id].tokens) > 2])
+        if step % 40 == 39:
+            core.reset_prefix_cache(reset_running_requests=True)
+
+    found = engines.run(core, wanted, after_step=disturb)
+    for request_id, answer in found.items():
+        expected = alone[request_id].tokens
+        assert answer.tokens == (expected if answer.finish_reason is not None else expected[: len(answer.tokens)])
+    stats = core.stats()
+    assert stats.num_preemptions > 3 and min(stats.num_stored_states, stats.num_loaded_states) > 10
+    assert stats.prefix_cache_hits + stats.resumed_prefix_cache_hits > 400
+
+
+@pytest.mark.slow
+def test_an_equal_prompt_computes_less_than_a_block(core):
+    """And one that begins the same way, after a second prompt has shown where."""
+    engines.reschedule(core)
+    alike = [7 * i % 60 for i in range(61)]
+    computed = []
+    for name, rest in (("a", [1] * 30), ("a again", [1] * 30), ("b", [2] * 30), ("c", [3] * 30)):
+        before = core.stats().num_step_tokens
+        engines.run(core, [engines.request(name, [*alike, *rest], max_tokens=1)])
+        computed.append(core.stats().num_step_tokens - before)
+    assert computed == [91, 91 - 80, 91, 91 - 48]
+
+
+def resolve(enable_prefix_caching: bool | None, **options) -> EngineConfig:
     directory = goldens.golden(NAME).directory
-    options = {**engines.SMALL, "enable_prefix_caching": enable_prefix_caching}
+    options = {**engines.SMALL, "enable_prefix_caching": enable_prefix_caching, **options}
     return resolve_sizes(EngineConfig.from_options(model=str(directory), **options), directory)[0]
 
 
-@pytest.mark.parametrize(("asked", "told"), [(None, True), (False, False)])
-def test_prefix_caching_is_off(asked, told, caplog):
+@pytest.mark.parametrize(("asked", "is_on"), [(None, True), (True, True), (False, False)])
+def test_prefix_caching_is_on(asked, is_on):
+    assert resolve(asked).cache.enable_prefix_caching is is_on
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"enable_chunked_prefill": False}, "states are kept between chunks of a prompt (enable_chunked_prefill)"),
+        ({"pipeline_parallel_size": 2}, "its stages keep states apart from blocks (pipeline_parallel_size)"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "data-parallel ranks copy no states (data_parallel_size)"),
+    ],
+)
+def test_prefix_caching_is_off_where_states_are_not_kept_and_refused_if_it_is_asked_for(options, told, caplog):
     caplog.set_level(logging.INFO, logger="jaxllm")
-    assert resolve(asked).cache.enable_prefix_caching is False
-    assert ("prefix caching is off: Qwen3NextForCausalLM has layers with linear attention" in caplog.text) == told
-
-
-def test_prefix_caching_is_refused_if_it_is_asked_for():
-    with pytest.raises(
-        ConfigError, match="enable_prefix_caching is set, but Qwen3NextForCausalLM .* --no-enable-prefix-caching"
-    ):
-        resolve(True)
+    assert resolve(None, **options).cache.enable_prefix_caching is False
+    assert "prefix caching is off: Qwen3NextForCausalLM has layers with linear attention" in caplog.text and told in caplog.text
+    with pytest.raises(ConfigError, match=re.escape(told) + ".* --no-enable-prefix-caching"):
+        resolve(True, **options)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -33,24 +34,29 @@ FULL = (
 )
 
 
-def requests(*kinds: dict) -> list[EngineCoreRequest]:
-    """More than there are rows, of these kinds in turn, with the prompts of the golden."""
-    count = max(len(kinds), len(RESULTS))
+def requests(*kinds: dict, golden: str = NAME) -> list[EngineCoreRequest]:
+    """More than there are rows, of these kinds in turn, with the prompts of a golden."""
+    results = goldens.golden(golden).results
+    count = max(len(kinds), len(results))
     return [
         engines.request(
-            str(i), RESULTS[i % len(RESULTS)].prompt, **{"max_tokens": NUM_TOKENS, "seed": i, **kinds[i % len(kinds)]}
+            str(i), results[i % len(results)].prompt, **{"max_tokens": NUM_TOKENS, "seed": i, **kinds[i % len(kinds)]}
         )
         for i in range(count)
     ]
 
 
 class Workout:
-    """An engine over the golden, with or without drafts of the same drafter."""
+    """An engine over a golden, with or without drafts of the same drafter."""
 
     def __init__(self, core: EngineCore):
-        self.core = core
+        self.core, self.golden = core, Path(core.config.model.model).name
         drafter = core.runner.shapes.functions.latest.drafter
         self.drafts = RandomDrafts(random.Random(1), num_drafts=drafter.num_drafts, num_lookahead=drafter.num_lookahead)
+
+    def requests(self, *kinds: dict) -> list[EngineCoreRequest]:
+        """See `requests`."""
+        return requests(*kinds, golden=self.golden)
 
     def reschedule(self, *, has_drafts: bool = True, **options) -> None:
         """A new scheduler: see `engines.reschedule`."""
@@ -101,11 +107,11 @@ def depths_and_chunks(core: EngineCore) -> None:
             ],
         ),
     ):
-        expected = workout.without_drafts(requests(*kinds))
+        expected = workout.without_drafts(workout.requests(*kinds))
         for schedule in schedules:
             workout.reschedule(**schedule)
             for _ in ("computed", "cached"):
-                answers = workout.check(requests(*kinds), expected)
+                answers = workout.check(workout.requests(*kinds), expected)
                 num_preempted += sum(answer.num_preemptions for answer in answers.values())
                 num_cached += sum(answer.num_cached_tokens for answer in answers.values())
     assert num_preempted and num_cached and workout.drafts.counts.num_accepted_tokens > 50
@@ -113,7 +119,8 @@ def depths_and_chunks(core: EngineCore) -> None:
 
 def interruptions(core: EngineCore) -> None:
     """Aborts, resets of the prefix cache, failed steps, sleep."""
-    workout, wanted = Workout(core), requests(*DECODED, *FULL)
+    workout = Workout(core)
+    wanted = workout.requests(*DECODED, *FULL)
     expected = workout.without_drafts(wanted)
     workout.reschedule(max_in_flight=3)
     rng = random.Random(2)
@@ -145,12 +152,13 @@ def interruptions(core: EngineCore) -> None:
 def the_longest_requests(core: EngineCore) -> None:
     """Answers that end with the room of the model, in a cache that holds one of them."""
     workout, longest = Workout(core), core.max_model_len
-    wanted = [engines.request(str(i), result.prompt, max_tokens=longest, seed=i) for i, result in enumerate(RESULTS[:4])]
+    results = goldens.golden(workout.golden).results
+    wanted = [engines.request(str(i), result.prompt, max_tokens=longest, seed=i) for i, result in enumerate(results[:4])]
     expected = workout.without_drafts(wanted)
     for depth, num_blocks in ((1, -(-longest // 16) + 1), (3, 40)):
         workout.reschedule(max_in_flight=depth, num_blocks=num_blocks)
         answers = workout.check(wanted, expected)
-        for result, answer in zip(RESULTS, answers.values(), strict=False):
+        for result, answer in zip(results, answers.values(), strict=False):
             assert len(result.prompt) + len(answer.tokens) == longest and answer.finish_reason == FinishReason.LENGTH
 
 

@@ -128,6 +128,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
         drafts=core.scheduler.drafts,
         num_stages=core.scheduler.num_stages,
         block_size=core.memory_plan.block_size,
+        num_state_blocks=core.memory_plan.cache.state_blocks if config.cache.enable_prefix_caching else 0,
     )
     core.scheduler = make_scheduler(config.parallel, lambda: new_scheduler(rooms=core.new_rooms()))
     depth = max_in_flight if config.scheduler.async_scheduling else 1

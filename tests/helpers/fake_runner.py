@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -148,7 +149,7 @@ class FakeRunner:
         self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
         self.memory = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.rows: dict[str, _Row] = {}
-        self.written: dict[str, list[tuple[int, int, tuple[int, int]]]] = {}
+        self.written: dict[str, list[tuple[int, int, tuple[Any, ...]]]] = {}
         """Writes of each request since its first admission: block, offset and value."""
         self.num_computed_tokens = 0
         self.slots: list[int] = []
@@ -242,8 +243,11 @@ class FakeRunner:
             if isinstance(op, StoreState):
                 state = self.rows[op.request_id].state
                 assert len(op.block_ids) == self.num_state_blocks
+                written = self.written.setdefault(op.request_id, [])
                 for index, block in enumerate(op.block_ids):
-                    self.memory[block] = [("state", index, state)] * self.block_size
+                    value = ("state", index, state)
+                    self.memory[block] = [value] * self.block_size
+                    written += [(block, offset, value) for offset in range(self.block_size)]
         self.state_ops.clear()
 
     def _check_state(self, row: _Row, count: int) -> None:

@@ -34,6 +34,7 @@ def make_scheduler(
     kv_transfer_config: dict[str, Any] | None = None,
     observer: CacheObserver | None = None,
     num_state_blocks: int = 0,
+    prefix_cache_retention_interval: int = 0,
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -44,7 +45,12 @@ def make_scheduler(
         "async_scheduling": False,
         **options,
     }
-    cache = CacheOptions(block_size=block_size, enable_prefix_caching=caching, kv_transfer_config=kv_transfer_config)
+    cache = CacheOptions(
+        block_size=block_size,
+        enable_prefix_caching=caching,
+        kv_transfer_config=kv_transfer_config,
+        prefix_cache_retention_interval=prefix_cache_retention_interval,
+    )
     return Scheduler(
         SchedulerOptions(**options),
         cache,

@@ -41,7 +41,7 @@ class FlippingCopies(FakeCopies):
 
 
 def checksum(content: Sequence[tuple[int, int]]) -> int:
-    """As `jaxllm.runner.features.block_copies.format.checksums` adds up words."""
+    """As `jaxllm.runner.block_format.checksums` adds up words."""
     words = np.array([word for digest, group in content for word in (digest & 0xFFFFFFFF, digest >> 32, group)], np.uint64)
     return int(((words & 0xFFFFFFFF) * (2 * np.arange(len(words), dtype=np.uint64) + 1)).sum() & 0xFFFFFFFF)
 

@@ -13,7 +13,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config
-from jaxllm.runner.features.block_copies.format import BlockFormat
+from jaxllm.runner.block_format import BlockFormat
 from tests.helpers import goldens
 
 

@@ -225,6 +225,7 @@ def test_top_values_are_exact_but_for_logsumexp():
 
 
 @pytest.mark.slow
+@pytest.mark.newer
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_the_cases_lower_for_a_gpu():
     """Where there is none: what an engine on a GPU compiles at its start can at least be lowered."""

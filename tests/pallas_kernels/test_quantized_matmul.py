@@ -297,8 +297,13 @@ def test_inputs_are_divided_between_ctas_in_the_interpreter():
 
 
 @needs_mosaic
-@pytest.mark.parametrize("num_rows", slow_except([8], [8, 64, 72]))
-@pytest.mark.parametrize("name", slow_except(["int4 by 128"], FORMATS))
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    slow_except(
+        [*((name, 8) for name in FORMATS), ("nvfp4", 64), ("nvfp4", 72)],
+        [(name, rows) for name in FORMATS for rows in (8, 64, 72)],
+    ),
+)
 def test_kernels_lower_for_a_gpu(name, num_rows):
     """Where there is none: their code in registers, too."""
     shapes = FORMATS[name]

@@ -20,12 +20,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.runner.block_format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies import arena as arena_module
 from jaxllm.runner.features.block_copies import cuda
 from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, check_memory, check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
-from jaxllm.runner.features.block_copies.format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies.programs import Gather
 from jaxllm.runner.features.block_copies.transfer import Waiting
 from jaxllm.runner.programs.key import ProgramKey
@@ -254,6 +254,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
+        self.allocated: dict[int, Any] = {}
         self.streams: dict[int, list[tuple[int, ...]]] = {}
         self.events: dict[int, tuple[int, int]] = {}
         """The stream of each event, and how many copies there are before it."""
@@ -272,6 +273,16 @@ class FakeCuda:
         return int(self.failing == "cudaHostUnregister")
 
     def cudaSetDevice(self, ordinal: int) -> int:
+        return 0
+
+    def cudaMalloc(self, pointer: Any, size: ctypes.c_size_t) -> int:
+        memory = ctypes.create_string_buffer(size.value)
+        pointer._obj.value = ctypes.addressof(memory)
+        self.allocated[pointer._obj.value] = memory
+        return 0
+
+    def cudaFree(self, pointer: ctypes.c_void_p) -> int:
+        del self.allocated[pointer.value or 0]
         return 0
 
     def cudaStreamCreateWithFlags(self, stream: Any, flags: int) -> int:
@@ -390,7 +401,10 @@ def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pyte
     back, _ = transfer.to_device(jax.block_until_ready(zeros()), [7, *lent])()
     np.testing.assert_array_equal(np.asarray(back)[:, 1:5], region.words[1:].swapaxes(0, 1))
     transfer.remove_region(number)
-    assert len(fake.locked) == num_locked
+    monkeypatch.setattr(fake, "failing", "cudaMemcpy2DAsync")
+    with pytest.raises(CudaError):
+        transfer.add_region(number, region)  # what devices cannot read is found before a step needs it
+    assert len(fake.locked) == num_locked and not fake.allocated and not any(fake.streams.values())
     transfer.close()
 
 

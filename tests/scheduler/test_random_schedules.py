@@ -5,6 +5,7 @@ The fake runner checks in each step that every position read holds the keys of t
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from jaxllm.cache_events import KEY_BYTES, CacheEvents
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.data_parallel.scheduler import RanksScheduler
+from jaxllm.device_ops import LoadState, StoreState
 from jaxllm.kv_events.messages import Batch, Group
 from jaxllm.kv_events.recorder import Recorder
 from jaxllm.kv_tiers.host_tier import HostTier
@@ -24,6 +26,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, PromptItem, Request, RequestStatus
 from jaxllm.scheduler.block_hash import HASH_BYTES
 from jaxllm.scheduler.cache_tier import CacheTier
+from jaxllm.scheduler.prefix_states import is_of_states
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler.scheduling_policies import Turns
 from jaxllm.scheduler_output import SchedulerOutput
@@ -32,6 +35,7 @@ from tests.helpers.fake_runner import FakeEngine, FakeRanksEngine, RandomDrafts,
 from tests.helpers.fake_tier import FakeTier
 from tests.helpers.kv_subscriber import Subscriber
 from tests.helpers.scheduling import make_request, make_scheduler
+from tests.helpers.slow import slow_except
 
 VOCAB, END, STOP = 12, 3, 5
 
@@ -83,7 +87,8 @@ class _Routers:
         while self._queue:
             self.read()
         assert self.scheduler is not None
-        assert self.subscriber.on("GPU") == set(self.scheduler.cache_manager.pool.cached_hashes())
+        cached = self.scheduler.cache_manager.pool.cached_hashes()
+        assert self.subscriber.on("GPU") == {name for name in cached if not is_of_states(name)}
         hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
         assert self.subscriber.on("CPU") == {name for tier in hosts for name in tier.contents.ready_names()}
         stores = [store for tier in hosts for store in tier._stores._stores if store.tells]
@@ -381,6 +386,7 @@ def run_load(
     room_sizes["decode_step"] = decode_step
 
     routers: list[_Routers] = []
+    passes_states = bool(num_state_blocks and all_tiers)
 
     def new_scheduler() -> Scheduler:
         routers.append(_Routers(random.Random(seed + 3), policies, has_tiers=bool(all_tiers)))
@@ -397,7 +403,7 @@ def run_load(
             num_stages=num_stages,
             tiers=all_tiers,
             rooms=() if item_sizes is None else (encoder(**room_sizes),),
-            observer=None if num_state_blocks else routers[-1].recorder,
+            observer=None if passes_states else routers[-1].recorder,
             num_state_blocks=num_state_blocks,
             **options,
         )
@@ -416,12 +422,12 @@ def run_load(
     load.max_item_tokens, load.share_again = max_item_tokens, share_again
     for runner in engine.runners:
         runner.device.whole_items, runner.device.copies = whole_items, copies
-    if seed % 3 and num_ranks == 1 and not num_state_blocks:
+    if seed % 3 and num_ranks == 1 and not passes_states:
         scheduler.publish_cache_events()
         load.readers.append(_Reader())
     else:
         assert scheduler.take_cache_events() is None
-    if not num_state_blocks:
+    if not passes_states:
         load.check_routers = lambda: [each.check(all_tiers) for each in routers]
     for _ in range(num_events):
         load.event()
@@ -493,3 +499,23 @@ def test_many_random_schedules_with_items(num_ranks, least):
         if num_ranks > 1:
             chosen |= {"num_ranks": num_ranks, "num_stages": 1, "tiers": ()}
         num_steps += run_load(**{**chosen, "seed": rng.randrange(2**32)})
+
+
+@pytest.mark.parametrize("least", slow_except([1_000], [1_000, 10_000]))
+def test_random_schedules_with_states_by_row(least, monkeypatch):
+    """Each row has the state of its tokens alone, whether computed or loaded."""
+    rng, ops, plan = random.Random(least), Counter(), Scheduler._ops
+
+    def count(scheduler, shares):
+        found = plan(scheduler, shares)
+        ops.update(type(op) for op in found)
+        return found
+
+    monkeypatch.setattr(Scheduler, "_ops", count)
+    num_steps = 0
+    while num_steps < least * TIMES:
+        chosen = {name: rng.choice(values) for name, values in CHOICES.items()}
+        chosen |= {"num_stages": 1, "tiers": (), "share_again": 0.8, "caching": rng.random() < 0.8}
+        chosen["prefix_cache_retention_interval"] = rng.choice([0, 0, 4, 10])
+        num_steps += run_load(**chosen, seed=rng.randrange(2**32), num_state_blocks=rng.choice([1, 2, 5]), num_events=200)
+    assert min(ops[StoreState], ops[LoadState]) > num_steps // 60, ops

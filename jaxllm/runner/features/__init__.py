@@ -25,6 +25,7 @@ FEATURES = (
     "prompt_logprobs",
     "pooling",
     "block_copies",
+    "state_copies",
 )
 """Modules here, in the order of `StepFeature.before`. Each has make(parts), which returns None for engines without the feature.
 

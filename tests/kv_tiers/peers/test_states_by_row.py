@@ -126,15 +126,15 @@ def test_answers_of_one_prompt_share_what_came(engines: Any) -> None:
     assert {found[request_id][1].num_cached_tokens for request_id in ids} == {80}
 
 
-def test_a_prompt_that_begins_the_same_is_computed_whole(engines: Any) -> None:
-    """There are no states behind its part of the blocks."""
+def test_a_prompt_that_begins_the_same_continues_behind_states_alone(engines: Any) -> None:
+    """At first there are none behind its part of the blocks."""
     one, prefill, decode = engines
     prompt = prompt_of(90, 11)
     answer = prefill.prefill(prompt)
     decode.decode(prompt, answer)
-    for other in (prompt[:75], prompt + prompt_of(15, 12), prompt[:70] + [3] * 20):
+    for other, num_cached in ((prompt[:75], 0), (prompt + prompt_of(15, 12), 80), (prompt[:70] + [3] * 20, 64)):
         tokens, last = decode.decode(other, prefill.prefill(prompt))
-        assert tokens == one.run(other)[0] and last.num_cached_tokens == 0
+        assert tokens == one.run(other)[0] and last.num_cached_tokens == num_cached
     tokens, last = decode.decode(prompt[:80] + [3] * 9, prefill.prefill(prompt))
     assert tokens == one.run(prompt[:80] + [3] * 9)[0] and last.num_cached_tokens == 80, "another last token"
     _, last = decode.decode(prompt_of(90, 12), prefill.prefill(prompt_of(90, 12)), cache_salt="of another user")

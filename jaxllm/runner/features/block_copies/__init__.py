@@ -11,12 +11,10 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention, Layer, StateMixer
 from jaxllm.parallel.mesh import tensor_size
 from jaxllm.parallel.topology import Topology
+from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies.arena import Arena, check_memory, check_total, slot_bytes
 from jaxllm.runner.features.block_copies.copier import BlockCopier
-from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
-from jaxllm.runner.features.block_copies.state_copier import StateCopier
-from jaxllm.runner.features.block_copies.state_programs import Load, Store
 from jaxllm.runner.host_plan import HostPlan
 from jaxllm.runner.memory import MemoryPlan, device_limit, whole_cache
 from jaxllm.runner.programs.kind import ProgramKind
@@ -42,18 +40,14 @@ class BlockCopies(StepFeature):
     """Memory on each device for all staging buffers."""
     is_shared: bool = False
     """See Arena."""
-    passes_states: bool = False
-    """Whether blocks also take states by row to other engines."""
 
     def programs(self) -> Sequence[ProgramKind]:
-        of_states = [Store(), Load()] if self.passes_states else []
-        return [Gather(self.num_copies), Scatter(self.num_copies), *of_states]
+        return [Gather(self.num_copies), Scatter(self.num_copies)]
 
     def op_runner(self, device: Any) -> BlockCopier:
         format = BlockFormat.of(device.shapes.cache, tensor_size(device.shapes.mesh), self.num_copies)
         num_buffers = _num_buffers(format, self.buffer_bytes)
-        copier = StateCopier if self.passes_states else BlockCopier
-        return copier(device, format, self.arena_bytes, num_buffers, is_shared=self.is_shared)
+        return BlockCopier(device, format, self.arena_bytes, num_buffers, is_shared=self.is_shared)
 
 
 def _num_buffers(format: BlockFormat, num_bytes: int) -> int:
@@ -131,10 +125,5 @@ def make(parts: FeatureParts) -> StepFeature | None:
     drafter = parts.beside["drafter"]
     layers = (*parts.model_config.layers, *(() if drafter is None else drafter.layers))
     num_bytes = _buffer_bytes(parts.config, parts.model_config, _limit(parts.config))
-    return BlockCopies(
-        _num_copies(layers),
-        _engine_bytes(parts.config),
-        num_bytes,
-        is_shared=parts.config.kv_transfer.is_prefill,
-        passes_states=bool(parts.model_config.state_mixers),
-    )
+    is_shared = parts.config.kv_transfer.is_prefill
+    return BlockCopies(_num_copies(layers), _engine_bytes(parts.config), num_bytes, is_shared=is_shared)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.errors import ConfigError
-from jaxllm.runner.features.block_copies.format import BlockFormat
+from jaxllm.runner.block_format import BlockFormat
 
 PAGE_BYTES = 4096
 _PIECE_BYTES = 1 << 28

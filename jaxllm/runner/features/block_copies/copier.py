@@ -16,10 +16,10 @@ import numpy as np
 from jaxllm.device_ops import CopyBlocks, DeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.errors import EngineDeadError
 from jaxllm.parallel.arrays import delete
+from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies import programs
 from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, place
 from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_locking
-from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
 from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer, Waiting
 from jaxllm.runner.ops import OpRunner

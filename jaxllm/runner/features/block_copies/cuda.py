@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.errors import ConfigError
+from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies.arena import PAGE_BYTES, Arena, Region, place
-from jaxllm.runner.features.block_copies.format import BlockFormat
 from jaxllm.runner.features.block_copies.transfer import Waiting, by_device
 
 _REGISTERED_BYTES = 64 << 30
@@ -88,10 +88,26 @@ class CudaTransfer:
         registered = self._registered_of.setdefault(number, [])
         try:
             self._register(region.address, len(region.words), self._lent_slots, _PORTABLE | _READ_ONLY, registered)
+            for ordinal in self._ordinals:
+                self._try(region.address, ordinal)
         except CudaError:
             self.remove_region(number)
             raise
         self._bases[number] = region.address
+
+    def _try(self, address: int, ordinal: int) -> None:
+        """Copy a page to a device. A copy that fails later would fail a step. Raises CudaError."""
+        page, size, stream = ctypes.c_void_p(), ctypes.c_size_t(PAGE_BYTES), self._streams["in", ordinal]
+        self._runtime.call("cudaSetDevice", ordinal)
+        self._runtime.call("cudaMalloc", ctypes.byref(page), size)
+        try:
+            one = ctypes.c_size_t(1)
+            self._runtime.begin("cudaMemcpy2DAsync", page, size, _at(address), size, size, one, _ANY_DIRECTION, stream)
+        finally:
+            try:
+                self._runtime.call("cudaStreamSynchronize", stream)
+            finally:
+                self._runtime.call("cudaFree", page)
 
     def remove_region(self, number: int) -> None:
         self._bases.pop(number, None)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.parallel.mesh import TENSOR
-from jaxllm.runner.features.block_copies.format import BlockFormat
+from jaxllm.runner.block_format import NO_BLOCK, BlockFormat
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches
@@ -30,8 +30,6 @@ STAGING_BYTES = 128 << 20
 64 MiB takes; larger copies than this one are no faster."""
 MAX_BATCH = 256
 """Most blocks of a staging buffer."""
-NO_BLOCK = -1
-"""In place of a block to write."""
 
 
 def batch_sizes(format: BlockFormat) -> tuple[int, ...]:

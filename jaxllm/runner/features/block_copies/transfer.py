@@ -8,8 +8,8 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies.arena import Arena, Region
-from jaxllm.runner.features.block_copies.format import BlockFormat
 
 Waiting = Callable[[], tuple[jax.Array, float]]
 """Waits for a copy. Returns its staging buffer, or another one in its place, and the seconds of the copy alone."""

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxllm.parallel.mesh import TENSOR
-from jaxllm.runner.features.block_copies.programs import NO_BLOCK
-from jaxllm.runner.features.block_copies.state_format import StateFormat
+from jaxllm.runner.block_format import NO_BLOCK
+from jaxllm.runner.features.state_copies.state_format import StateFormat
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import WORD_BYTES, CacheLayout
 from jaxllm.errors import ConfigError
 
+NO_BLOCK = -1
+"""In place of a block to write."""
+
 
 @dataclass(frozen=True)
 class Run:

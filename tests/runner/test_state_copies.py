@@ -1,21 +1,23 @@
 """States of rows to blocks and back: to the bit, on one and more devices, and the same bytes whatever devices hold."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
 from jaxllm.device_ops import GatherBlocks, LoadState, StoreState
 from jaxllm.errors import ConfigError
-from jaxllm.runner.features.block_copies import state_copier
-from jaxllm.runner.features.block_copies.format import BlockFormat
-from jaxllm.runner.features.block_copies.state_copier import StateCopier
-from jaxllm.runner.features.block_copies.state_programs import Load, Store, run
+from jaxllm.runner.features.state_copies import copier as state_copier
+from jaxllm.runner.features.state_copies.copier import StateCopier
+from jaxllm.runner.features.state_copies.programs import Load, Store, run
+from jaxllm.runner.features.state_copies.state_format import StateFormat
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
 from tests.runner.test_block_copies import Copied
@@ -106,11 +108,29 @@ def test_blocks_of_a_row() -> None:
     assert layout.block_bytes == 256 and layout.state_blocks == 0
     states = (StateArray(4, (3, 5), "bfloat16"), StateArray(4, (4, 4), "float32"))
     layout = CacheLayout((), layout.arrays, states, (), block_size=4, max_step_tokens=8)
-    assert layout.state_head_words == 8 + 16 and layout.state_blocks == 2, "16 words of each head in a block"
-    for wrong in ((StateArray(128, (4,), "float32"),), (*states, StateArray(2, (4,), "float32"))):
-        layout = CacheLayout((), layout.arrays, wrong, (), block_size=4, max_step_tokens=8)
-        with pytest.raises(ConfigError, match="raise block_size, or leave kv_role out"):
-            layout.state_blocks  # noqa: B018
+    assert layout.state_part_words == 8 + 16 and layout.state_blocks == 2, "16 words of each head in a block"
+    layout = replace(layout, states=(*states, StateArray(6, (4,), "float32")))
+    assert layout.state_parts == 2 and layout.state_part_words == 15 + 32 + 12 and layout.state_blocks == 2
+    layout = replace(layout, states=(StateArray(128, (4,), "float32"),))
+    with pytest.raises(ConfigError, match="raise block_size, or use --no-enable-prefix-caching and leave kv_role out"):
+        layout.state_blocks  # noqa: B018
+
+
+def test_states_of_different_heads_come_back_as_they_were() -> None:
+    """As of convolutions and of what they feed, which may have other heads."""
+    states = (StateArray(4, (3, 5), "bfloat16"), StateArray(6, (4, 4), "float32"))
+    layout = CacheLayout((), (CacheArray(2, 8, "float32"),), states, (), block_size=4, max_step_tokens=8)
+    format, rng = StateFormat.of(layout, 1), np.random.default_rng(0)
+    shapes = [(9, 2, 4, 8), *((3, state.num_heads, *state.shape) for state in states)]
+    caches = [
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape, dtype in zip(shapes, ("float32", "bfloat16", "float32"), strict=True)
+    ]
+    ids = jnp.arange(8, 8 - layout.state_blocks, -1)
+    _, *loaded = jax.jit(lambda caches: format.load(format.store(caches, 1, ids), 2, ids))(caches)
+    for before, after in zip(caches[1:], loaded, strict=True):
+        np.testing.assert_array_equal(after[2], before[1])
+        np.testing.assert_array_equal(after[:2], before[:2])
 
 
 def test_operations_start_with_the_rows_of_their_step_and_read_blocks_before_others_are_written(
@@ -119,8 +139,7 @@ def test_operations_start_with_the_rows_of_their_step_and_read_blocks_before_oth
     """A plan may take blocks for states whose contents it also gives to a row."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(state_copier, "run", lambda runner, *call: calls.append(call))
-    layout = CacheLayout((), (CacheArray(2, 8, "float32"),), (), (), block_size=4, max_step_tokens=8)
-    copier = StateCopier(Mock(), BlockFormat.of(layout, 1), 1 << 12, 2)
+    copier = StateCopier(Mock())
     rows = [SimpleNamespace(data=SimpleNamespace(request_id=name), index=index) for name, index in (("a", 5), ("b", 0))]
     batches: Any = [SimpleNamespace(chunks=[SimpleNamespace(row=row) for row in rows])]
     for op in (StoreState("a", [1, 2]), StoreState("failed", [3, 4]), LoadState("b", [2, 1])):
