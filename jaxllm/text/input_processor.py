@@ -402,7 +402,9 @@ class InputProcessor:
                 "truncate_prompt_tokens or raise --max-model-len",
                 "prompt",
             )
-        if width is not None and params.task != "classify":
+        task = params.task or ("embed" if self.classifier is None else "classify")
+        self._check_task(task, width)
+        if width is not None:
             lengths = pooling.matryoshka_dimensions
             if lengths is None:
                 raise InvalidRequestError(
@@ -413,8 +415,6 @@ class InputProcessor:
             if width > self._width or (lengths and width not in lengths):
                 known = ", ".join(map(str, lengths)) or f"1 to {self._width}"
                 raise InvalidRequestError(f"dimensions is {width}, {self._model} makes vectors of {known}", "dimensions")
-        task = params.task or ("embed" if self.classifier is None else "classify")
-        self._check_task(task, width)
         needs_all_tokens = task == "token_embed" or pooling.pooling_type != "last"
         return replace(
             params,

@@ -26,7 +26,7 @@ def encode_pairs(
 ) -> list[PairIds]:
     """The tokens of pairs that the tokenizer joins. longest: tokens that the model takes.
 
-    Raises InvalidRequestError for limits beyond it.
+    Raises InvalidRequestError for a limit beyond it, or below the number of special tokens.
     """
     whole = longest if cut.whole == -1 else cut.whole
     if whole is not None and whole > longest:
@@ -59,10 +59,15 @@ def second_start(prompt: Any, num_tokens: int) -> int | None:
 
 
 def _cut(pair: PairIds, cut: PairCut) -> PairIds:
-    """A pair with fewer tokens of its texts; special tokens stay."""
+    """A pair with fewer tokens of its texts; special tokens stay. Raises InvalidRequestError if these are too many."""
     counts = [min(pair.text_of.count(text), most if most is not None else len(pair.ids)) for text, most in enumerate(cut[1:3])]
     if cut.whole is not None:
-        room = max(0, cut.whole - pair.text_of.count(None))
+        num_special = pair.text_of.count(None)
+        if (room := cut.whole - num_special) < 0:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {cut.whole}, but a pair has {num_special} special tokens alone; raise it",
+                "truncate_prompt_tokens",
+            )
         if sum(counts) > room:
             shorter = counts.index(min(counts))
             counts[shorter] = min(counts[shorter], room // 2)

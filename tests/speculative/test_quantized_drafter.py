@@ -33,7 +33,9 @@ def test_a_drafter_multiplies_few_rows_as_they_are_only_in_small_programs(monkey
 
 
 @pytest.mark.parametrize(("has_tiles", "on_gpu", "is_stored"), [(True, True, True), (False, True, False), (False, False, True)])
-def test_fp8_blocks_of_a_draft_model_stay_as_stored_unless_a_gpu_has_no_kernels_for_them(tmp_path, has_tiles, on_gpu, is_stored):
+def test_fp8_blocks_of_a_draft_model_stay_as_stored_unless_a_gpu_has_no_kernels_for_them(
+    tmp_path, has_tiles, on_gpu, is_stored
+):
     directory = goldens.FOLDER / "llama_gqa"
     raw = json.loads((directory / "config.json").read_text())
     raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -52,8 +52,9 @@ def test_each_text_may_have_a_limit(tokenizer: Tokenizer) -> None:
     (plain,) = encode_pairs(tokenizer, [pair], UNCUT, longest=64, add_special_tokens=False)
     assert plain.ids == [id for text in pair for id in tokenizer.encode(text, add_special_tokens=False)]
     assert joined_texts(tokenizer, [("one two ", "three four")], PairCut(9, None, 1)) == ["one two three"]
-    with pytest.raises(InvalidRequestError, match="the model takes 64"):
-        encode_pairs(tokenizer, [pair], PairCut(65), longest=64)
+    for length, message in ((65, "the model takes 64"), (2, "has 3 special tokens alone")):
+        with pytest.raises(InvalidRequestError, match=message):
+            encode_pairs(tokenizer, [pair], PairCut(length), longest=64)
 
 
 def test_types_say_where_the_second_text_starts() -> None:
