@@ -170,10 +170,12 @@ def _check_model(name: str, shapes: shapes_of.Shapes, *, tiny: bool) -> Iterator
     kernels = {} if jax.default_backend() != "cpu" else {"attention_implementation": "triton"}
     if "quantization_config" in shapes and not kernels:
         kernels = {"attention_implementation": "mosaic"}  # names kernels, so that unverified ones run too
+    # Random weights are those of the form that they are stored in, so all engines have the same.
+    stored = {"dequantize": False} if "quantization_config" in shapes else {}
     engines: tuple[dict[str, Any], ...] = (
-        {"dtype": "float32", "attention_implementation": "xla"},
-        {"dtype": "bfloat16", "attention_implementation": "xla"},
-        {"dtype": "bfloat16", **kernels},
+        {"dtype": "float32", "attention_implementation": "xla", **stored},
+        {"dtype": "bfloat16", "attention_implementation": "xla", **stored},
+        {"dtype": "bfloat16", **kernels, **stored},
     )
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(shapes))
