@@ -55,8 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     texts = {name: [_as_text(name, value)] for name, value in report.items()}
     texts["layers"] = list(kinds_of_layers(plan.model_config.layers))
     audio = plan.model_config.audio
-    is_part = plan.model_config.names.is_part
-    texts["images"] = [_images_text(report["images"], is_part) if audio is None else "none: it takes audio and text"]
+    texts["images"] = [_images_text(report["images"]) if audio is None else "none: it takes audio and text"]
+    if report["images"] is None and plan.model_config.names.is_part:
+        texts["images"][0] += ", as nothing but its text model is loaded"
     if audio is not None:
         texts["audio"] = [_audio_text(audio)]
     texts["cache_groups"] = list(map(_cache_group, report["cache_groups"]))
@@ -69,10 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if fault is None else 1
 
 
-def _images_text(images: dict[str, Any] | None, is_part: bool) -> str:
-    """is_part: whether the checkpoint is made for other models beside the text model."""
+def _images_text(images: dict[str, Any] | None) -> str:
     if images is None:
-        return "none: it takes text alone" + (", as nothing but its text model is loaded" if is_part else "")
+        return "none: it takes text alone"
     tokens = "".join(f", {size} pixels are {count} tokens" for size, count in images["tokens"].items())
     return (
         f"{images['family']}, an encoder of {images['encoder_layers']} layers of width {images['encoder_width']} for patches of "
@@ -106,11 +106,9 @@ def _paragraph(name: str, text: str) -> str:
 
 def _cache_group(group: dict[str, Any]) -> str:
     """Layers that share blocks, or have a state by row, and what these cost."""
-    per_token = f"{size(group['bytes_per_token'])} a token, at most " if group["bytes_per_token"] else ""
-    longest = size(group["bytes_per_longest_request"])
-    num_blocks = group.get("blocks_per_cached_prefix")
-    of_prefix = f", and {num_blocks} blocks a cached prefix" if num_blocks else ""
-    return f"{group['keeps']}, layers {short_ranges(group['layers'])}: {per_token}{longest} a request{of_prefix}"
+    token = f"{size(group['bytes_per_token'])} a token, at most " if group["bytes_per_token"] else ""
+    more = f", and {count} blocks a cached prefix" if (count := group.get("blocks_per_cached_prefix")) else ""
+    return f"{group['keeps']}, layers {short_ranges(group['layers'])}: {token}{size(group['bytes_per_longest_request'])} a request{more}"
 
 
 def _as_text(name: str, value: Any) -> str:

@@ -38,11 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"architectures": known, "models": models}))
         return 0
-    print("architectures:")
-    for name in known:
-        print(f"  {name}")
-    print("and the text model of any other architecture whose text_config is of one of these")
-    print("models on this machine:")
+    print("architectures:", *known, sep="\n  ")
+    print("and the text model of any other architecture whose text_config is of one of these\nmodels on this machine:")
     width = max(len(model["model"]) for model in models)
     for model in models:
         architecture = model["architecture"] or "no config.json"
@@ -52,12 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(name: str, directory: Path, size_bytes: int, is_known: Callable[[Any], bool]) -> dict[str, Any]:
-    is_supported = False
-    try:
+    architecture, is_supported = None, False
+    with contextlib.suppress(AttributeError, ConfigError, TypeError):
         config = read_json(directory / "config.json")
-        (named, *_) = config.get("architectures") or [None]
-        architecture = None if named is None else shortened(str(named))
-        is_supported = named is not None and is_known(config)
-    except (AttributeError, ConfigError, TypeError):
-        architecture = None
+        if (named := (config.get("architectures") or [None])[0]) is not None:
+            architecture, is_supported = shortened(str(named)), is_known(config)
     return {"model": name, "size_bytes": size_bytes, "architecture": architecture, "supported": is_supported}
