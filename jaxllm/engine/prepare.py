@@ -396,7 +396,7 @@ def resolve_sizes(
     if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked):
         model_config = model_config.in_tiles()
     elif on_gpu and config.model.dequantize is None:
-        model_config = replace(model_config, formats=tuple(format.without_kernels() for format in model_config.formats))
+        model_config = model_config.without_kernels()
     config = config.replace(
         attention_implementation=attention_implementation(
             config.compile.attention_implementation,

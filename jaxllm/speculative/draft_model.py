@@ -79,7 +79,10 @@ def make(
         config = config.for_tensor_parallel(tensor_parallel_size)
     except ConfigError as error:
         raise ConfigError(f"the draft model {directory}: {error}") from error
-    config = config.in_tiles() if target.has_tiles else config
+    if target.has_tiles:
+        config = config.in_tiles()
+    elif on_gpu:
+        config = config.without_kernels()
     if max_model_len is not None and config.max_position < max_model_len:
         logger.warning(
             "the draft model %s knows sequences of %d tokens, max_model_len is %d: fewer drafts behind its limit will prove right",
