@@ -209,6 +209,10 @@ class ModelConfig(ServedModel):
         """This config, split over devices, with weights in the order of kernels where these take their formats."""
         return dataclasses.replace(self, has_tiles=True, formats=tuple(format.in_tiles() for format in self.formats))
 
+    def without_kernels(self) -> "ModelConfig":
+        """This config as it is by default on a GPU without kernels for its weights: see `WeightFormat.without_kernels`."""
+        return dataclasses.replace(self, formats=tuple(format.without_kernels() for format in self.formats))
+
     def described(self) -> dict[str, Any]:
         """The fields as JSON values, without their digest and origin; runs of equal layers once, with their number."""
         values = dataclasses.asdict(dataclasses.replace(self, layers=(), formats=()))

@@ -32,7 +32,8 @@ class Options(NamedTuple):
     dtype: str
     """The model's type."""
     unquantized: tuple[str, ...]
-    """Modules of the family that are never quantised while loading: parts of their dotted names."""
+    """Modules that are not quantised while loading, of the family and of formats before: parts of dotted names, or regular expressions
+    that begin with `re:`."""
     supported: str = ""
     """The end of errors about unsupported formats."""
     stored_dtype: str = "float32"
@@ -207,6 +208,11 @@ class WeightFormat:
     def widens_in_products(self) -> bool:
         """Whether products may make their whole weight in the model's type first, for which the memory of steps has room."""
         return False
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Modules that a format behind this one leaves plain too, in the form of `Options.unquantized`."""
+        return ()
 
     def without_kernels(self) -> Self:
         """The format by default on a GPU that has no kernel for its weights."""

@@ -47,9 +47,10 @@ The architecture is the entry of `architectures` in config.json; `XModel` is `XF
 `XForSequenceClassification` has a head that scores classes. The files are in `jaxllm/models/`.
 
 Of an architecture that is not here, `XForConditionalGeneration` for example, the text model is served if the `text_config` in its
-config.json is of one that is. Where an encoder of images or audio is here too, `--language-model-only` leaves it out. The text model's
-tensors may begin with `model.language_model.`, `language_model.model.`, `language_model.` or `model.`; those of other models are not
-read, and the log counts them. Weights of a layer's experts may be in a tensor each or in one of all.
+config.json is of one that is, but PaliGemma's, whose prompts are not causal. Where an encoder of images or audio is here too,
+`--language-model-only` leaves it out. The text model's tensors may begin with `model.language_model.`, `language_model.model.`,
+`language_model.` or `model.`; those of other models are not read, and the log counts them. Weights of a layer's experts may be in a tensor
+each or in one of all.
 `scripts/recipes_that_load.py` lists the architectures of vLLM's text recipes, and which of them load.
 
 | family | architectures | file | variants tested |
@@ -77,8 +78,9 @@ FOOT = """
 
 {supported}
 
-`--quantization` makes 16-bit weights smaller while they load. Embedding, head, norms and what makes the gates of linear
-attention keep the model's type.
+`--quantization` makes 16-bit weights smaller while they load. Embedding, head, norms and what makes the gates of
+linear attention keep the model's type. So do experts without a gate (Nemotron 3), whose checkpoints in 8 or 4 bits are
+refused.
 
 | value | weights | activations | bits per byte of the demo model |
 |---|---|---|---|

@@ -87,7 +87,9 @@ class PoolingService:
         self._check_size(requests)
         return requests
 
-    async def pair_inputs(self, pairs: Sequence[Pair], cut: PairCut, params: PoolingParams) -> list[Input]:
+    async def pair_inputs(
+        self, pairs: Sequence[Pair], cut: PairCut, params: PoolingParams, *, add_special_tokens: bool = True
+    ) -> list[Input]:
         """Pairs of texts as inputs of a model that scores them. Raises ApiError."""
         limit = self._limits.max_prompts_per_request
         if len(pairs) > limit:
@@ -95,10 +97,10 @@ class PoolingService:
             raise bad_request(
                 f"{param} makes {len(pairs)} pairs, at most {limit} are possible (--max-prompts-per-request)", param
             )
-        prompts = await self._work.run(self._encode_pairs(pairs, cut))
+        prompts = await self._work.run(self._encode_pairs(pairs, cut, add_special_tokens))
         return [Input(prompt, pair.param_names[1], params) for prompt, pair in zip(prompts, pairs, strict=True)]
 
-    def _encode_pairs(self, pairs: Sequence[Pair], cut: PairCut) -> Work[list[Any]]:
+    def _encode_pairs(self, pairs: Sequence[Pair], cut: PairCut, add_special_tokens: bool) -> Work[list[Any]]:
         """Prompts with their token ids. Tokenizes only as much of overlong texts as is needed to reject or cut them."""
         longest, kept = self._engine.max_model_len, {}
         limits = (cut.first, cut.second)
@@ -119,7 +121,8 @@ class PoolingService:
         prompts: list[Any] = []
         num_tokens = 0
         for first in range(0, len(texts), PAIRS_AT_ONCE):
-            made = self._engine.input_processor.pair_prompts(texts[first : first + PAIRS_AT_ONCE], cut)  # type: ignore[arg-type]
+            some = texts[first : first + PAIRS_AT_ONCE]
+            made = self._engine.input_processor.pair_prompts(some, cut, add_special_tokens=add_special_tokens)  # type: ignore[arg-type]
             prompts += made
             num_tokens += sum(len(prompt["prompt_token_ids"]) for prompt in made)
             check_total(num_tokens, longest, pairs[0].param_names[1])

@@ -106,11 +106,13 @@ def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bo
     """Whether weights in 4 and 8 bits are laid out for kernels: those of this GPU take the model's type, or a CPU was asked for kernels.
 
     `wanted` is the option attention_implementation. Kernels that were not verified on this kind of GPU are used only where it names
-    kernels and is_checked says that they are checked."""
+    kernels and is_checked says that they are checked; those of experts in tiles are newer than some records of `grouped_matmul`."""
     if wanted in PLAIN or not on_gpu:
         return wanted not in ("auto", *PLAIN)
     if wanted == "auto" or not is_checked:
-        return quantized_matmul.choose(platform="gpu", dtype=model.dtype) not in PLAIN
+        kind = jax.local_devices()[0].device_kind
+        are_experts_verified = not model.mixtures or is_verified(kind, "grouped_matmul", carried=False)
+        return are_experts_verified and quantized_matmul.choose(platform="gpu", dtype=model.dtype) not in PLAIN
     return quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] not in PLAIN
 
 
@@ -151,7 +153,9 @@ def candidates(
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     encoder = model.vision or model.audio
     if widths := quantized_widths(model, tensor_size(mesh)):
-        is_left_out = is_plain or not may_quantize_by_kernels(wanted, on_gpu=on_gpu)
+        # Several devices do it only where `wanted` names kernels: no record has that, and it was not timed against plain JAX.
+        is_unproven = wanted == "auto" and tensor_size(mesh) > 1
+        is_left_out = is_plain or is_unproven or not may_quantize_by_kernels(wanted, on_gpu=on_gpu)
         found["quantize"] = ("xla",) if is_left_out else _quantize_candidates(model, widths, on_gpu=on_gpu)
     if is_plain:
         of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()

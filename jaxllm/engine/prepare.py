@@ -66,7 +66,7 @@ from jaxllm.start_times import StartTimes
 
 _STATES_FRACTION = 0.25
 """Largest fraction of the device's memory for states by row with the default of max_num_seqs."""
-_BY_ROW = "has layers with linear attention, whose states sum up a whole prompt"
+_BY_ROW = "has layers with linear attention or other states by row, which sum up a whole prompt"
 """Description of models in messages, behind their names."""
 
 
@@ -396,7 +396,7 @@ def resolve_sizes(
     if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked):
         model_config = model_config.in_tiles()
     elif on_gpu and config.model.dequantize is None:
-        model_config = replace(model_config, formats=tuple(format.without_kernels() for format in model_config.formats))
+        model_config = model_config.without_kernels()
     config = config.replace(
         attention_implementation=attention_implementation(
             config.compile.attention_implementation,

@@ -39,7 +39,8 @@ class MixtureOfExperts(nnx.Module):
         L = part.latent_dim or D
         self.part = part
         self.name = name = f"{prefix}{part.name}"
-        self.router = abstract_param((E, D), ("experts", "embed"), config.dtype, source=f"{name}.{part.routing.router}.weight")
+        router, dtype = f"{name}.{part.routing.router}.weight", part.routing.router_dtype or config.dtype
+        self.router = abstract_param((E, D), ("experts", "embed"), dtype, source=router)
         self.router_bias = (
             abstract_param((E,), ("experts",), config.dtype, source=f"{name}.{part.routing.router}.bias", init="zeros")
             if part.routing.router_bias
@@ -89,7 +90,8 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x_TD: Array, step: Step, start: int = 0) -> Array:
         """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
         shards = step.shards
-        logits_TE = _scores(x_TD, self.router[...])
+        of_router_TD = x_TD if self.part.routing.router_dtype is None else x_TD.astype(self.part.routing.router_dtype)
+        logits_TE = _scores(of_router_TD, self.router[...])
         if self.router_bias is not None:
             logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
         logits_TE = step.scores(self.router_name, x_TD, logits_TE, start)

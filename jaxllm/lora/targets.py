@@ -77,9 +77,10 @@ def name_of(linear: Linear) -> str:
 
 def _parts(linear: Linear) -> tuple[int, tuple[int, ...]]:
     """Dimensions of the outputs before the one along which the modules are joined, and each module's share of that one."""
-    size = linear.shape[linear.num_contracted + linear.joined]
-    sizes = [m.outputs[linear.joined] for m in linear.modules]
-    sizes[0] += size - sum(sizes)  # of copied KV heads, each has a part of the query heads
+    outputs = linear.shape[linear.num_contracted :]
+    copies = outputs[0] // linear.modules[0].outputs[0]
+    sizes = [m.outputs[linear.joined] // (copies if m.distributed else 1) for m in linear.modules]
+    sizes[0] += outputs[linear.joined] - sum(sizes)  # of copied KV heads, each has a part of the query heads
     return linear.joined, tuple(sizes)
 
 

@@ -64,6 +64,8 @@ class Routing:
     scale: float = 1.0
     """Factor of the weights."""
     router: str = "gate"
+    router_dtype: str | None = None
+    """Type of its weight and of the products with it; None: the model's."""
     router_bias: bool = False
     correction_bias: str | None = None
     """A tensor added to the scores for the choice, not for the weights."""

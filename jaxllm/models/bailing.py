@@ -42,6 +42,8 @@ REQUIRED = {
     "using_split_qkv_in_self_attention": False,
 }
 """The only values of keys that are computed."""
+ROUTER_DTYPES = {"fp32": "float32", "bf16": None}
+"""As `Routing` has it."""
 
 
 def read(c: ConfigReader) -> ModelConfig:
@@ -61,7 +63,8 @@ def read(c: ConfigReader) -> ModelConfig:
         out="dense",
     )
     layers = [c.pre_norm_layer(attention, c.mlp())] * c.num_layers
-    moe = grouped_moe(c, "sigmoid", "gate.expert_bias")
+    c.refuse_unless("router_dtype", *ROUTER_DTYPES)
+    moe = grouped_moe(c, "sigmoid", "gate.expert_bias", ROUTER_DTYPES.get(str(c.raw.get("router_dtype"))))
     c.refuse_unless("moe_shared_expert_intermediate_size", c.integer("moe_intermediate_size"))
     return c.decoder(c.with_experts(layers, moe), max_position, names=NAMES)
 

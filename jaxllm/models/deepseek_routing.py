@@ -6,12 +6,14 @@ from jaxllm.model_parts import MLP, MoE, Routing, Scoring
 from jaxllm.models.config_reader import ConfigReader
 
 
-def sigmoid_moe(c: ConfigReader) -> MoE:
+def sigmoid_moe(c: ConfigReader, router_dtype: str | None = None) -> MoE:
     """Experts chosen by sigmoids with a correction bias within groups, in addition to shared experts."""
-    return grouped_moe(c, "sigmoid", "gate.e_score_correction_bias")
+    return grouped_moe(c, "sigmoid", "gate.e_score_correction_bias", router_dtype)
 
 
-def grouped_moe(c: ConfigReader, scoring: Scoring, correction_bias: str | None = None, **fields: Any) -> MoE:
+def grouped_moe(
+    c: ConfigReader, scoring: Scoring, correction_bias: str | None = None, router_dtype: str | None = None, **fields: Any
+) -> MoE:
     """Experts chosen within groups, in addition to shared experts. The score of a group is the sum of its two largest.
 
     fields: of the MoE.
@@ -26,6 +28,7 @@ def grouped_moe(c: ConfigReader, scoring: Scoring, correction_bias: str | None =
         scoring,
         renormalize=c.boolean("norm_topk_prob"),
         scale=c.number("routed_scaling_factor"),
+        router_dtype=router_dtype,
         correction_bias=correction_bias,
         num_groups=num_groups,
         top_groups=c.integer("topk_group"),

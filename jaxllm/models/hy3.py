@@ -38,6 +38,7 @@ def read(c: ConfigReader) -> ModelConfig:
         renormalize=c.boolean("route_norm", True),
         scale=c.number("router_scaling_factor"),
         router="router.gate",
+        router_dtype="float32",
         correction_bias="expert_bias",
     )
     width, num_shared = c.integer("moe_intermediate_size"), c.count("num_shared_experts")

@@ -50,7 +50,7 @@ def read(c: ConfigReader) -> ModelConfig:
     attentions = {True: _windowed(c, local_rope), False: _attention(c, full_rope)}
     layers = [c.pre_norm_layer(attentions[on], c.mlp()) for on in windowed]
     names = Names(ignored=("model.mtp.",))
-    return c.decoder(c.with_experts(layers, sigmoid_moe(c)), max_position, names=names)
+    return c.decoder(c.with_experts(layers, sigmoid_moe(c, "float32")), max_position, names=names)
 
 
 def _by_names_of_transformers(c: ConfigReader) -> ConfigReader:

@@ -42,6 +42,7 @@ def read(c: ConfigReader) -> ModelConfig:
         c.integer("num_experts_per_tok"),
         "sigmoid",
         renormalize=True,
+        router_dtype="float32",
         correction_bias="e_score_correction_bias",
     )
     moe = c.moe(

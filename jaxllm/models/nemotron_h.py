@@ -53,7 +53,8 @@ def read(c: ConfigReader) -> ModelConfig:
     }
     made = {kind: layers[kind]() for kind in dict.fromkeys(kinds)}
     norm = c.rms_norm("backbone.norm_f")
-    return c.decoder([made[kind] for kind in kinds], c.integer("max_position_embeddings"), norm=norm, names=NAMES)
+    fields = {"norm": norm, "names": NAMES, "num_spare_layers": 0}  # layers for multi-token prediction are apart, and ignored
+    return c.decoder([made[kind] for kind in kinds], c.integer("max_position_embeddings"), **fields)
 
 
 def _kinds(c: ConfigReader, given: object) -> list[str]:
@@ -86,7 +87,7 @@ def _moe(c: ConfigReader) -> MoE:
     if c.raw.get("quantization_config"):
         c.faults.append("quantization_config is set, and experts without a gate are computed from 16 or 32 bits alone")
     return replace(
-        sigmoid_moe(c),
+        sigmoid_moe(c, "float32"),
         activation="relu2",
         gated=False,
         shared=_mlp(c, "mixer.shared_experts", c.integer("moe_shared_expert_intermediate_size", 7688)),

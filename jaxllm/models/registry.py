@@ -107,6 +107,8 @@ CLASSIFIER = "ForSequenceClassification"
 """How the architectures of classifiers end."""
 TEXT_MODEL_TYPES = {"kimi_k2": "DeepseekV3ForCausalLM"}
 """Further model_types of a `text_config`, by the architecture whose names and values these are."""
+NOT_CAUSAL = ("PaliGemmaForConditionalGeneration",)
+"""Architectures with a text model of a known family in which the tokens of a prompt all see each other."""
 
 _LONGEST_NAME = 100
 """Characters of an unknown name that are compared with those of the known."""
@@ -159,7 +161,8 @@ def _found(raw: Mapping[str, Any], name: str, model_class: str | None = None) ->
     for architecture in dict.fromkeys((name, whole, seeing, bare)):
         if (read := _read_function(architecture)) is not None:
             return architecture, read, architecture == name
-    if name.endswith(("ForConditionalGeneration", "ForCausalLM", "Model")) and (read := _of_text_part(raw)) is not None:
+    is_causal = name.endswith(("ForConditionalGeneration", "ForCausalLM", "Model")) and name not in NOT_CAUSAL
+    if is_causal and (read := _of_text_part(raw)) is not None:
         return name, read, not name.endswith("Model")
     return None
 

@@ -14,7 +14,9 @@ def read(c: ConfigReader, read_text: Callable[[ConfigReader], ModelConfig]) -> M
     config = read_text(text)
     if (config.names.embedding, config.norm.name) != (Names().embedding, "model.norm"):
         c.faults.append(f"text_config is of a model whose tensors {c.architecture} has no names for")
-    names = replace(config.names, embedding=names.embedding, layer=names.layer, head=names.head, is_part=True)
+    ignored = tuple(map(names.named, config.names.ignored))
+    places = replace(config.names, embedding=names.embedding, layer=names.layer, head=names.head)
+    names = replace(places, ignored=ignored, is_part=True)
     return replace(config, names=names, norm=replace(config.norm, name=norm))
 
 

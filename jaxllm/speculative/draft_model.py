@@ -71,15 +71,18 @@ def make(
     config = load_model_config(directory, on_gpu=on_gpu, runner="generate", max_model_len=max_model_len, **types)
     if any(isinstance(spec, RowState) for spec in cache_specs(config)):
         raise ConfigError(
-            f"the draft model {directory} ({config.architecture}) has layers with linear attention, whose states cannot be taken back "
-            "when a draft proves wrong; choose one with attention in all layers"
+            f"the draft model {directory} ({config.architecture}) has layers with states by row, which cannot be taken back when a "
+            "draft proves wrong; choose one with attention in all layers"
         )
     _check_vocabulary(directory, config, target_directory, target)
     try:
         config = config.for_tensor_parallel(tensor_parallel_size)
     except ConfigError as error:
         raise ConfigError(f"the draft model {directory}: {error}") from error
-    config = config.in_tiles() if target.has_tiles else config
+    if target.has_tiles:
+        config = config.in_tiles()
+    elif on_gpu:
+        config = config.without_kernels()
     if max_model_len is not None and config.max_position < max_model_len:
         logger.warning(
             "the draft model %s knows sequences of %d tokens, max_model_len is %d: fewer drafts behind its limit will prove right",

@@ -24,7 +24,7 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from jaxllm.served_model import ServedModel
 from jaxllm.structured_outputs import PARAM, StructuredOutputsParams
 from jaxllm.text.generation_config import FILE_NAME, GenerationConfig
-from jaxllm.text.pairs import UNCUT, PairCut, encode_pairs, second_start
+from jaxllm.text.pairs import UNCUT, PairCut, encode_pairs, joined_texts, second_start
 from jaxllm.text.prompt_media import KEYS as MEDIA_KEYS
 from jaxllm.text.prompt_media import PromptMedia, processed_in
 from jaxllm.text.tokenization import PLAIN, Tokenization, cut_images
@@ -402,7 +402,9 @@ class InputProcessor:
                 "truncate_prompt_tokens or raise --max-model-len",
                 "prompt",
             )
-        if width is not None and params.task != "classify":
+        task = params.task or ("embed" if self.classifier is None else "classify")
+        self._check_task(task, width)
+        if width is not None:
             lengths = pooling.matryoshka_dimensions
             if lengths is None:
                 raise InvalidRequestError(
@@ -413,8 +415,6 @@ class InputProcessor:
             if width > self._width or (lengths and width not in lengths):
                 known = ", ".join(map(str, lengths)) or f"1 to {self._width}"
                 raise InvalidRequestError(f"dimensions is {width}, {self._model} makes vectors of {known}", "dimensions")
-        task = params.task or ("embed" if self.classifier is None else "classify")
-        self._check_task(task, width)
         needs_all_tokens = task == "token_embed" or pooling.pooling_type != "last"
         return replace(
             params,
@@ -443,8 +443,11 @@ class InputProcessor:
                 f"dimensions is {width}, but there is a number for each class; leave it out", "dimensions"
             )
 
-    def pair_prompts(self, pairs: Sequence[tuple[Any, Any]], cut: PairCut = UNCUT) -> list[TokensPrompt]:
-        """Prompts of pairs of texts for a model with one class, which is their score. Raises InvalidRequestError."""
+    def pair_prompts(
+        self, pairs: Sequence[tuple[Any, Any]], cut: PairCut = UNCUT, *, add_special_tokens: bool = True
+    ) -> list[TokensPrompt]:
+        """Prompts of pairs of texts for a model with one class, which is their score. A decoder's are longer than the whole of `cut`, as
+        `process` cuts them. Raises InvalidRequestError."""
         assert self.classifier is not None
         if (count := len(self.classifier.labels)) != 1:
             raise InvalidRequestError(
@@ -454,9 +457,12 @@ class InputProcessor:
             raise InvalidRequestError("pairs of texts need a tokenizer; start without --skip-tokenizer-init", "prompt")
         if not all(isinstance(text, str) and text for pair in pairs for text in pair):
             raise InvalidRequestError("texts that are scored must be strings, not empty: the model joins each pair", "prompt")
-        encoded = encode_pairs(
-            self.tokenizer, pairs, cut, joins_texts=not self.classifier.takes_pairs, longest=self.max_model_len
-        )
+        special = {"add_special_tokens": add_special_tokens}
+        if not self.classifier.takes_pairs:
+            texts = joined_texts(self.tokenizer, pairs, cut)
+            all_ids = self.tokenizer.encode_batch(texts, **special)
+            return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, all_ids, strict=True)]
+        encoded = encode_pairs(self.tokenizer, pairs, cut, longest=self.max_model_len, **special)
         has_types = self._has_token_types and self.tokenizer.gives_types
         prompts: list[TokensPrompt] = [
             {"prompt": f"{first}{second}", "prompt_token_ids": each.ids}

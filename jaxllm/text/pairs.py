@@ -22,11 +22,11 @@ UNCUT = PairCut()
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], cut: PairCut, *, joins_texts: bool, longest: int
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], cut: PairCut, *, longest: int, add_special_tokens: bool = True
 ) -> list[PairIds]:
-    """The tokens of pairs. joins_texts: the tokenizer sees one text of both. longest: tokens that the model takes.
+    """The tokens of pairs that the tokenizer joins. longest: tokens that the model takes.
 
-    Raises InvalidRequestError for limits beyond it.
+    Raises InvalidRequestError for a limit beyond it, or below the number of special tokens.
     """
     whole = longest if cut.whole == -1 else cut.whole
     if whole is not None and whole > longest:
@@ -34,14 +34,12 @@ def encode_pairs(
             f"truncate_prompt_tokens is {whole}, the model takes {longest}; lower it or raise --max-model-len",
             "truncate_prompt_tokens",
         )
-    if not joins_texts:
-        return [_cut(each, cut._replace(whole=whole)) for each in tokenizer.encode_pairs(pairs)]
-    texts = [_shortened(tokenizer, a, cut.first, cut.side) + _shortened(tokenizer, b, cut.second, cut.side) for a, b in pairs]
-    all_ids = tokenizer.encode_batch(texts)
-    cut_ids = [
-        ids if whole is None else ids[max(0, len(ids) - whole) :] if cut.side == "left" else ids[:whole] for ids in all_ids
-    ]
-    return [PairIds(ids, [0] * len(ids), [0] * len(ids)) for ids in cut_ids]
+    return [_cut(each, cut._replace(whole=whole)) for each in tokenizer.encode_pairs(pairs, add_special_tokens)]
+
+
+def joined_texts(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], cut: PairCut) -> list[str]:
+    """Pairs as one text each, of texts as long as `cut` says; its limit of the whole is that of any prompt."""
+    return [_shortened(tokenizer, a, cut.first, cut.side) + _shortened(tokenizer, b, cut.second, cut.side) for a, b in pairs]
 
 
 def second_start(prompt: Any, num_tokens: int) -> int | None:
@@ -61,10 +59,15 @@ def second_start(prompt: Any, num_tokens: int) -> int | None:
 
 
 def _cut(pair: PairIds, cut: PairCut) -> PairIds:
-    """A pair with fewer tokens of its texts; special tokens stay."""
+    """A pair with fewer tokens of its texts; special tokens stay. Raises InvalidRequestError if these are too many."""
     counts = [min(pair.text_of.count(text), most if most is not None else len(pair.ids)) for text, most in enumerate(cut[1:3])]
     if cut.whole is not None:
-        room = max(0, cut.whole - pair.text_of.count(None))
+        num_special = pair.text_of.count(None)
+        if (room := cut.whole - num_special) < 0:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {cut.whole}, but a pair has {num_special} special tokens alone; raise it",
+                "truncate_prompt_tokens",
+            )
         if sum(counts) > room:
             shorter = counts.index(min(counts))
             counts[shorter] = min(counts[shorter], room // 2)

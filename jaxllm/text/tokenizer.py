@@ -91,10 +91,10 @@ class Tokenizer:
         with failures_as(_refused):
             return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list["PairIds"]:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool = True) -> list["PairIds"]:
         """The token ids of pairs of texts, with the special tokens that the tokenizer puts around and between the two."""
         with failures_as(_refused):
-            found = self._backend.encode_batch(list(pairs))
+            found = self._backend.encode_batch(list(pairs), add_special_tokens=add_special_tokens)
         return [PairIds(one.ids, one.type_ids, one.sequence_ids) for one in found]
 
     @property
@@ -291,7 +291,7 @@ class SlowTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PairIds]:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool = True) -> list[PairIds]:
         raise InvalidRequestError(
             f"pairs of texts need a tokenizer.json, which {self.name_or_path} has not; send token ids", "prompt"
         )

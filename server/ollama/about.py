@@ -53,7 +53,7 @@ class Checkpoint:
     @classmethod
     def read(cls, directory: Path) -> "Checkpoint":
         """Read what is needed of a model's directory. Raises ModelLoadError."""
-        config = read_config_json(directory)
+        config = read_config_json(directory) if (directory / "config.json").is_file() else {}
         as_stored = Options(None, None, on_gpu=False, dtype="float32", unquantized=())
         formats = read_formats(config.get("quantization_config"), as_stored, faults=[])
         weights = sorted(path for path in directory.rglob("*") if path.suffix in WEIGHTS)

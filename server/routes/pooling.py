@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -223,11 +224,13 @@ async def _scores(
     limits = [_limit(body, name, engine.max_model_len) for name in ("max_tokens_per_query", "max_tokens_per_doc")]
     length, side = body.truncate_prompt_tokens, body.truncation_side or "right"
     if engine.model_config.classifier is not None:
-        params = PoolingParams(task="classify", use_activation=body.use_activation)
+        params = PoolingParams(
+            task="classify", use_activation=body.use_activation, truncate_prompt_tokens=length, truncation_side=side
+        )
         together = [Pair((first[i], second[j]), names) for i, j in wanted]
-        cut = PairCut(length, limits[0], limits[1], side)
-        inputs = await _service(context_of(request)).pair_inputs(together, cut, params)
-        context, model, outputs = await _pool(request, body, inputs, request_id)
+        cut, special = PairCut(length, limits[0], limits[1], side), body.add_special_tokens is not False
+        make = partial(_service(context_of(request)).pair_inputs, together, cut, params, add_special_tokens=special)
+        context, model, outputs = await _pool(request, body, make, request_id)
         scores = [float(output.outputs.data[0]) for output in outputs]
     else:
         if body.use_activation is not None:
@@ -267,14 +270,18 @@ def _service(context: ServerContext) -> PoolingService:
 
 
 async def _pool(
-    request: Request, body: PoolingFields, inputs: Sequence[Input], request_id: str
+    request: Request,
+    body: PoolingFields,
+    inputs: Sequence[Input] | Callable[[], Awaitable[Sequence[Input]]],
+    request_id: str,
 ) -> tuple[ServerContext, str, list[PoolingRequestOutput]]:
-    """Compute the vectors of all inputs. Returns the model's name for the reply too."""
+    """Compute the vectors of all inputs, or of those that a function makes. Returns the model's name for the reply too."""
     context = context_of(request)
     service = _service(context)
     async with Deadline(context.time_limit(body.timeout)) as limit:
         adapter = await context.adapter_of(body.model)
         special = body.add_special_tokens
+        inputs = inputs if isinstance(inputs, Sequence) else await inputs()
         if isinstance(body, PromptFields) and body.messages is not None:
             work = in_one_piece(_conversation, body, context, request_id)
             rendered = await context.chat.render(await context.work.unless_small(work))

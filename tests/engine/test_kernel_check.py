@@ -498,22 +498,27 @@ def test_states_by_row_have_kernels_that_are_checked_in_their_shapes(golden, op,
 
 
 @pytest.mark.slow
-def test_fp8_weights_have_kernels_on_one_device_that_are_checked_in_their_shapes(tmp_path):
+def test_fp8_weights_have_kernels_that_are_checked_in_their_shapes(tmp_path, monkeypatch):
     options = {**engines.SMALL, "dtype": "bfloat16"}
 
-    def found(name="qwen3", **more):
+    def found(name="qwen3", wanted="triton", **more):
         config = EngineConfig.from_options(model=str(goldens.golden(name).directory), **options | more)
         prepared = Prepared.of(config, goldens.golden(name).directory, (), StartTimes())
         model = prepared.model_config
         shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan)["quantize"]
-        return kernel_choice.candidates("triton", model, prepared.plan, prepared.mesh, on_gpu=False), shapes
+        return kernel_choice.candidates(wanted, model, prepared.plan, prepared.mesh, on_gpu=wanted == "auto"), shapes
 
     candidates, shapes = found(quantization="fp8")
     assert candidates["quantize"] == ("triton", "xla")
     assert shapes == (quantize.Shapes("bfloat16", width=64, of_heads=128, of_mlp=96, eps=1e-6),)
     plain, no_shapes = found()
     assert "quantize" not in plain and no_shapes == ()
-    assert "quantize" not in found(quantization="fp8", tensor_parallel_size=2)[0]
+    of_two, (shapes_of_one_of_two,) = found(quantization="fp8", tensor_parallel_size=2)
+    assert of_two["quantize"] == ("triton", "xla") and (shapes_of_one_of_two.of_heads, shapes_of_one_of_two.of_mlp) == (64, 48)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(kernel_choice, "is_verified", lambda *_, **__: True)
+        assert found(wanted="auto", quantization="fp8")[0]["quantize"] == ("triton", "xla")
+        assert found(wanted="auto", quantization="fp8", tensor_parallel_size=2)[0]["quantize"] == ("xla",)
     assert "quantize" not in found("deepseek_v2", quantization="fp8")[0]
     assert found(quantization="fp8", dtype="float16")[0]["quantize"] == ("xla",)
     check = kernel_check.KernelCheck(

@@ -174,6 +174,7 @@ def test_a_classifier_makes_classes_and_scores_pairs(model_directory: Path) -> N
         (lambda: llm.generate("one"), "runs as a classifier and generates no text"),
         (lambda: llm.chat([{"role": "user", "content": "one"}]), "runs as a classifier and generates no text"),
         (lambda: llm.classify("one", pooling_params=PoolingParams(dimensions=2)), "a number for each class"),
+        (lambda: llm.encode("one", PoolingParams(dimensions=2)), "a number for each class"),
         (lambda: llm.score([[1]], [[2]]), "texts that are scored must be strings"),
         (lambda: llm_of(model_directory, labels=("good", "bad")).score("one", "two"), "has 2 classes"),
         (lambda: llm_of(model_directory).classify("one"), "has no classification head"),

@@ -65,6 +65,28 @@ def test_checkpoint_is_cast_to_the_type_of_the_config():
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float16"}
 
 
+def test_routers_that_checkpoints_have_in_float32_choose_experts_in_float32(tmp_path):
+    """Their rows are equal in bfloat16."""
+    directory = shutil.copytree(goldens.FOLDER / "mimo_v2_flash", tmp_path / "model")
+    config = load_model_config(directory, dtype="bfloat16")
+    found = []
+    for order in (1, -1):
+
+        def change(tensors, order=order):
+            for name in tensors:
+                if name.endswith("mlp.gate.weight"):
+                    wide = tensors[name].astype(np.float32)[:1] * (1 + 1e-4 * np.arange(4, dtype=np.float32))[::order, None]
+                    assert len(np.unique(wide.astype(ml_dtypes.bfloat16), axis=0)) == 1
+                    tensors[name] = wide
+                if name.endswith("correction_bias"):
+                    tensors[name] = np.zeros_like(tensors[name])
+
+        rewrite(directory, change)
+        state = load_weights(config, build_model(config), directory, load_format="auto", mesh=make_mesh())
+        found.append(goldens.logits(config, state, [1, 2, 3]))
+    assert not np.array_equal(*found)
+
+
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
 def test_progress_ends_at_the_size_of_the_weights(load_format):
     seen = []

@@ -84,6 +84,17 @@ def test_what_stands_outside_of_the_text_models_part_goes_first(tmp_path):
         load_model_config(
             tmp_path, overrides={"text_config": json.loads((goldens.FOLDER / "gpt2" / "config.json").read_text())}
         )
+    with pytest.raises(ModelLoadError, match="unknown architecture PaliGemmaForConditionalGeneration"):
+        load_model_config(tmp_path, overrides={"architectures": ["PaliGemmaForConditionalGeneration"]})
+
+
+def test_what_a_family_ignores_has_the_names_of_the_checkpoint(tmp_path):
+    """The indexers of DeepSeek-V3.2's layers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 64}
+    raw = {"architectures": ["StrangeForConditionalGeneration"], "text_config": {**sizes, "model_type": "deepseek_v32"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_model_config(tmp_path)
+    assert config.names.ignored == tuple(f"model.language_model.layers.{i}.self_attn.indexer." for i in range(4))
 
 
 def test_missing_and_strange_tensors_of_the_text_model_are_named(tmp_path):

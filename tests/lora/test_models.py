@@ -12,6 +12,7 @@ from jaxllm.layers.parameters import zeros
 from jaxllm.lora.checkpoint import read_adapter
 from jaxllm.lora.device import DeviceSlots
 from jaxllm.lora.targets import adaptable, last_name
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.shards import ONE_DEVICE
 from jaxllm.runner.kernels import Kernels
@@ -71,3 +72,13 @@ def test_models_are_merged_ones(name, tmp_path):
         expected = goldens.logits(*goldens.load(directory), prompt.tolist())
         np.testing.assert_allclose(each, expected, atol=2e-4 * np.abs(expected).max())
     assert np.abs(found[0] - found[1]).max() > 0.1
+
+
+def test_modules_of_a_group_of_mamba_whose_heads_devices_share():
+    """Gates, values and time steps are distributed, the vectors of the group copied."""
+    config = load_model_config(goldens.FOLDER / "granite_hybrid").for_tensor_parallel(2)
+    mamba = config.layers[0].attention
+    values, vectors, steps = mamba.group_size * mamba.head_dim, mamba.state_size, mamba.group_size
+    parts = {last_name(next(iter(part.modules))): part for part in adaptable(build_model(config))}
+    target = parts["in_proj"].make(1, 4, "float32")
+    assert target.sizes == (values, values, vectors, vectors, steps) and target.up.shape[-1] == sum(target.sizes)

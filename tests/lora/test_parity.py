@@ -178,3 +178,16 @@ def test_scripts_name_them_by_lora_requests(served, tmp_path):
     with pytest.raises(AdapterError, match="cannot read .*adapter_config.json: No such file"):
         llm.generate(PROMPTS[0], params, lora_request=LoRARequest("nothing", 3, str(tmp_path)))
     llm.check_integrity()
+
+
+@pytest.mark.slow
+def test_answers_where_devices_share_the_heads_of_a_group_of_mamba(tmp_path):
+    model = goldens.FOLDER / "granite_hybrid"
+    names = ["in_proj", "out_proj"]
+    options = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": names}
+    core = engines.make_core(model.name, tensor_parallel_size=2, num_gpu_blocks_override=300, **options)
+    add(core, "mixers", peft_files.write(tmp_path / "mixers", model, rank=4, targets=names))
+    answers = run(core, [None, "mixers"], prompt_logprobs=0)
+    check(model, answers[None])
+    check(peft_files.merged(model, tmp_path / "mixers", tmp_path / "merged"), answers["mixers"])
+    core.shutdown()

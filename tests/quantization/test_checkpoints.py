@@ -163,6 +163,14 @@ def test_many_devices_compute_the_same(tmp_path, stored, size):
     assert np.square(difference).mean() < 0.05**2 * np.square(logits).mean()
 
 
+def test_a_layer_that_a_checkpoint_with_blocks_excludes_stays_plain_in_fp8_by_channel_too():
+    excluded, other = (f"model.layers.{i}.mlp.down_proj" for i in range(2))
+    given = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": [excluded]}
+    directory, overrides = goldens.FOLDER / "llama_gqa", {"quantization_config": given}
+    formats = load_model_config(directory, overrides=overrides, quantization="fp8").formats
+    assert [format.covers(excluded) for format in formats] == [False, False] and all(format.covers(other) for format in formats)
+
+
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_reading_on_the_device_gives_the_same_arrays(tmp_path, quantization):
     directory = write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, per_block)

@@ -329,7 +329,7 @@ def test_converted_checkpoints_load_again(tmp_path, symmetric):
     assert orbax.is_checkpoint(tmp_path / "output")
     for size in (1, 4):
         assert_equal(load(tmp_path / "output", tensor_parallel_size=size)[1], load(source, tensor_parallel_size=size)[1])
-    with pytest.raises(ModelLoadError, match="holds packed weights, .*; leave --dequantize out"):
+    with pytest.raises(ModelLoadError, match="holds packed weights, .*; use --no-dequantize"):
         load(tmp_path / "output", dequantize=True)
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine import kernel_choice
 from jaxllm.engine.kernel_choice import wants_tiles
 from jaxllm.engine.kernel_shapes import shapes_of_tiles
 from jaxllm.layers.build import build_model
@@ -211,6 +212,11 @@ def test_tiles_are_for_kernels(directory, monkeypatch):
     for verified in (False, True):
         monkeypatch.setattr("pallas_kernels.quantized_matmul.is_verified", lambda *_, verified=verified: verified)
         assert wants("auto") is wants("triton", is_checked=False) is verified
+    mixture = dataclasses.replace(load_model_config(goldens.FOLDER / "qwen3_moe"), dtype="bfloat16")
+    for has_new_cases in (False, True):
+        monkeypatch.setattr(kernel_choice, "is_verified", lambda *_, carried=True, new=has_new_cases: carried or new)
+        assert wants_tiles("auto", mixture, on_gpu=True, is_checked=True) is has_new_cases and wants("auto")
+        assert wants_tiles("triton", mixture, on_gpu=True, is_checked=True)
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: False)
     assert not wants("auto")
 

@@ -326,6 +326,20 @@ def test_a_model_of_pairs_scores_both_texts_at_once(classifier, tokenizer):
         assert client.post("/rerank", body).json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
         body = {"text_1": "one", "text_2": " two" * 100_000, "max_tokens_per_doc": 1}
         assert client.post("/score", body).json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
+        whole, plain = (tokenizer.encode("one two three four", add_special_tokens=special) for special in (True, False))
+        num_special = len(whole) - len(plain)
+        pair = {"text_1": "one ", "text_2": "two three four"}
+        for more, ids in (
+            ({"truncate_prompt_tokens": num_special + 2}, tokenizer.encode("one two")),
+            ({"add_special_tokens": False}, plain),
+        ):
+            reply = client.post("/score", pair | more).json()
+            assert reply["usage"]["prompt_tokens"] == len(ids)
+            np.testing.assert_allclose(reply["data"][0]["score"], counts(ids)[0], rtol=1e-5)
+        for length in (0, -2, 201):
+            refused(client, "/score", pair | {"truncate_prompt_tokens": length}, "truncate_prompt_tokens")
+        refused(client, "/score", pair | {"model": "other", "text_2": ""}, "model", status=404)
+        refused(client, "/score", pair | {"text_2": " two" * 150_000, "timeout": 1e-3}, None, status=408)
         refused(client, "/score", {"text_1": "one", "text_2": ["two", ""]}, "text_2")
         error = refused(client, "/score", {"text_1": "one", "text_2": "two " * 400}, "text_2")
         assert "maximum context length is 200" in error["message"]

@@ -1,11 +1,14 @@
-"""A drafter with fp8 weights: which of its products take activations as they are."""
+"""A drafter with fp8 weights: which of its products take activations as they are, and where its blocks stay as stored."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from jaxllm.kernel_policy import GPU
+from jaxllm.models.load_config import load_model_config
 from jaxllm.quantization import fp8
+from jaxllm.speculative import draft_model
 from tests.helpers import engines, goldens
 
 
@@ -27,3 +30,17 @@ def test_a_drafter_multiplies_few_rows_as_they_are_only_in_small_programs(monkey
     core.runner.shapes.lower(key)
     core.shutdown()
     assert bool(found) is is_weight_only
+
+
+@pytest.mark.parametrize(("has_tiles", "on_gpu", "is_stored"), [(True, True, True), (False, True, False), (False, False, True)])
+def test_fp8_blocks_of_a_draft_model_stay_as_stored_unless_a_gpu_has_no_kernels_for_them(
+    tmp_path, has_tiles, on_gpu, is_stored
+):
+    directory = goldens.FOLDER / "llama_gqa"
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    target = load_model_config(directory)
+    target = target.in_tiles() if has_tiles else target
+    drafter = draft_model.make(tmp_path, target, target_directory=directory, num_drafts=2, on_gpu=on_gpu)
+    assert [(format.computes, format.tiles) for format in drafter.config.formats] == [(is_stored, has_tiles)]

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.text.pairs import UNCUT, PairCut, encode_pairs, second_start
+from jaxllm.text.pairs import UNCUT, PairCut, encode_pairs, joined_texts, second_start
 from jaxllm.text.tokenizer import Tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "##ty", "##s"]
@@ -40,19 +40,21 @@ def test_pairs_are_cut_as_tokenizers_cut_them(tokenizer: Tokenizer, side: str) -
         pair, limit = texts(rng), rng.randint(5, 30)
         oracle.enable_truncation(limit, strategy="longest_first", direction=side)
         expected = oracle.encode(*pair)
-        (found,) = encode_pairs(tokenizer, [pair], PairCut(limit, side=side), joins_texts=False, longest=64)
+        (found,) = encode_pairs(tokenizer, [pair], PairCut(limit, side=side), longest=64)
         assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
 
 
 def test_each_text_may_have_a_limit(tokenizer: Tokenizer) -> None:
     pair = ("one two three four", "five six one two")
-    (found,) = encode_pairs(tokenizer, [pair], PairCut(None, 2, 3), joins_texts=False, longest=64)
-    (expected,) = encode_pairs(tokenizer, [("one two", "five six one")], UNCUT, joins_texts=False, longest=64)
+    (found,) = encode_pairs(tokenizer, [pair], PairCut(None, 2, 3), longest=64)
+    (expected,) = encode_pairs(tokenizer, [("one two", "five six one")], UNCUT, longest=64)
     assert found == expected
-    (joined,) = encode_pairs(tokenizer, [("one two ", "three four")], PairCut(5), joins_texts=True, longest=64)
-    assert joined.ids == tokenizer.encode("one two three four")[:5] and not any(joined.type_ids)
-    with pytest.raises(InvalidRequestError, match="the model takes 64"):
-        encode_pairs(tokenizer, [pair], PairCut(65), joins_texts=False, longest=64)
+    (plain,) = encode_pairs(tokenizer, [pair], UNCUT, longest=64, add_special_tokens=False)
+    assert plain.ids == [id for text in pair for id in tokenizer.encode(text, add_special_tokens=False)]
+    assert joined_texts(tokenizer, [("one two ", "three four")], PairCut(9, None, 1)) == ["one two three"]
+    for length, message in ((65, "the model takes 64"), (2, "has 3 special tokens alone")):
+        with pytest.raises(InvalidRequestError, match=message):
+            encode_pairs(tokenizer, [pair], PairCut(length), longest=64)
 
 
 def test_types_say_where_the_second_text_starts() -> None:

@@ -31,5 +31,9 @@ def read_formats(given: Any, options: Options, faults: list[str]) -> tuple[Weigh
     claiming = [kind for kind in kinds() if given and kind.claims(given)][:1]
     if given and not claiming:
         faults.append(f"the weights are quantised with quant_method {given.get('quant_method')!r}; {supported}")
-    read = (kind.read(given if kind in claiming else {}, options._replace(supported=supported), faults) for kind in kinds())
-    return tuple(format for format in read if format is not None)
+    options, found = options._replace(supported=supported), []
+    for kind in kinds():
+        if (format := kind.read(given if kind in claiming else {}, options, faults)) is not None:
+            found.append(format)
+            options = options._replace(unquantized=(*options.unquantized, *format.excluded))
+    return tuple(found)

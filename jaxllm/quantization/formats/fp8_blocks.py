@@ -36,6 +36,10 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
             return None
         return cls(computes=not options.dequantize and options.quantization is None, **fields)
 
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        return self.ignored
+
     def without_kernels(self) -> Self:
         """Widened while it is loaded: plain JAX would widen the weights of all experts in each step."""
         return replace(self, computes=False)

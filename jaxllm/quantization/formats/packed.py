@@ -325,7 +325,10 @@ class PackedFormat(WeightFormat):
         if is_packed == self.computes:
             return ""
         if is_packed:
-            return "holds packed weights, which are widened only while a checkpoint is read; leave --dequantize out"
+            return (
+                "holds packed weights, which stay so; use --no-dequantize, or convert the original again with "
+                "scripts/convert_checkpoint.py --dequantize"
+            )
         return "holds an orbax checkpoint without packed weights; convert the original again with scripts/convert_checkpoint.py"
 
     def _dummy_codes(self, draw: Draw) -> Array:
