@@ -163,6 +163,30 @@ def test_damaged_contents_are_noticed_and_not_written(copied: Copied, damage: st
         assert all((new[unchanged] == old[unchanged]).all() for old, new in zip(before, copied.bits(), strict=True))
 
 
+def test_a_copy_from_a_slot_that_another_content_has_taken_is_noticed(copied: Copied) -> None:
+    copier = copied.copier
+    arena, targets = copier.arena, [3, 4]
+    own = copied.slots(2)
+    copied.run(GatherBlocks(1, 0, [5, 6], own))
+    old, new = arena.sums[own]
+    assert (old != new).any()
+    region = copier.add_region(mmap.mmap(-1, 2 * arena.slot_bytes))
+    lent = copier.slot(region, 0, old)
+    assert lent is not None
+    arena.regions[region].words[0] = arena.words[own[1]]  # its lease has ended before the copy began
+    again = copier.slot(region, 0, new)
+    copied.run(StageBlocks(2, 1, [lent]))
+    (copy,) = copied.run(ScatterBlocks(3, 1, targets[:1]))
+    assert copy.is_right == [False] and again is None
+    copier.give_back(lent)
+    again = copier.slot(region, 0, new)
+    assert again == lent == copier.slot(region, 0, new), "a content may be lent twice"
+    copied.run(StageBlocks(4, 1, [again]))
+    (copy,) = copied.run(ScatterBlocks(5, 1, targets[1:]))
+    assert copy.is_right == [True]
+    copier.remove_region(region)
+
+
 def test_slots_outlive_the_devices_memory(copied: Copied) -> None:
     before, slots = copied.bits(), copied.slots(2)
     copied.run(GatherBlocks(1, 0, [3, 4], slots))
@@ -384,29 +408,6 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     fake.failing = "cudaHostUnregister"
     transfer.close()  # as far as it can
     assert not fake.locked and not fake.streams
-
-
-def test_a_copy_from_a_slot_that_another_content_has_taken_is_noticed(copied: Copied) -> None:
-    copier = copied.copier
-    arena, targets = copier.arena, [3, 4]
-    own = copied.slots(2)
-    copied.run(GatherBlocks(1, 0, [5, 6], own))
-    old, new = arena.sums[own]
-    region = copier.add_region(mmap.mmap(-1, 2 * arena.slot_bytes))
-    lent = copier.slot(region, 0, old)
-    assert lent is not None
-    arena.regions[region].words[0] = arena.words[own[1]]  # its lease has ended before the copy began
-    again = copier.slot(region, 0, new)
-    copied.run(StageBlocks(2, 1, [lent]))
-    (copy,) = copied.run(ScatterBlocks(3, 1, targets[:1]))
-    assert copy.is_right == [False] and again is None
-    copier.give_back(lent)
-    again = copier.slot(region, 0, new)
-    assert again == lent == copier.slot(region, 0, new), "a content may be lent twice"
-    copied.run(StageBlocks(4, 1, [again]))
-    (copy,) = copied.run(ScatterBlocks(5, 1, targets[1:]))
-    assert copy.is_right == [True]
-    copier.remove_region(region)
 
 
 def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pytest.MonkeyPatch) -> None:
