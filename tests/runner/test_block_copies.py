@@ -365,20 +365,20 @@ class FakeCuda:
 
 
 def cuda_copies(
-    monkeypatch: pytest.MonkeyPatch, num_copies: int
+    monkeypatch: pytest.MonkeyPatch, num_copies: int, num_devices: int = 2
 ) -> tuple[FakeCuda, Arena, CudaTransfer, jax.sharding.Sharding]:
     """10 slots, locked in pieces of 3, for blocks on 2 devices."""
     layout = CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8)
-    format, fake = BlockFormat.of(layout, 2, num_copies), FakeCuda()
+    format, fake = BlockFormat.of(layout, num_devices, num_copies), FakeCuda()
     monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
     monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096 + 100)
     arena = Arena(10 * 4096, format)
     arena.open()
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("devices",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("devices",))
     return (
         fake,
         arena,
-        CudaTransfer(arena, format, [0, 1]),
+        CudaTransfer(arena, format, list(range(num_devices))),
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices")),
     )
 
@@ -412,7 +412,7 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
 
 def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_LENT_BYTES", 2 * 4096)
-    fake, arena, transfer, place = cuda_copies(monkeypatch, 1)
+    fake, arena, transfer, place = cuda_copies(monkeypatch, 1, num_devices=1)
     memory = mmap.mmap(-1, 5 * 4096)
     number = arena.add_region(memory)
     region = arena.regions[number]
@@ -420,7 +420,7 @@ def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pyte
     num_locked = len(fake.locked)
     transfer.add_region(number, region)
     assert sorted(size // 4096 for size in fake.locked.values())[: len(fake.locked) - num_locked] == [1, 1, 2]
-    zeros = jax.jit(lambda: jax.numpy.zeros((2, 8, region.words.shape[2]), np.uint32), out_shardings=place)
+    zeros = jax.jit(lambda: jax.numpy.zeros((1, 8, region.words.shape[2]), np.uint32), out_shardings=place)
     lent = [(number << REGION_BITS) + index for index in (1, 2, 3, 4)]
     back, _ = transfer.to_device(jax.block_until_ready(zeros()), [7, *lent])()
     np.testing.assert_array_equal(np.asarray(back)[:, 1:5], region.words[1:].swapaxes(0, 1))
@@ -429,6 +429,16 @@ def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pyte
     with pytest.raises(CudaError):
         transfer.add_region(number, region)  # what devices cannot read is found before a step needs it
     assert len(fake.locked) == num_locked and not fake.allocated and not any(fake.streams.values())
+    transfer.close()
+
+
+def test_engines_of_several_devices_lock_no_memory_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, arena, transfer, _ = cuda_copies(monkeypatch, 1)
+    locked = dict(fake.locked)
+    number = arena.add_region(mmap.mmap(-1, 2 * arena.slot_bytes))
+    with pytest.raises(CudaError, match="devices that share the engine's layers"):
+        transfer.add_region(number, arena.regions[number])
+    assert fake.locked == locked
     transfer.close()
 
 

@@ -84,12 +84,14 @@ class CudaTransfer:
             registered.append(start)
 
     def add_region(self, number: int, region: Region) -> None:
+        if len(self._ordinals) > 1:
+            # A call that locks memory may wait for a device's step, which waits for that of another device, not launched yet.
+            raise CudaError("devices that share the engine's layers may not wait while the memory is locked")
         self._runtime.call("cudaSetDevice", self._ordinals[0])
         registered = self._registered_of.setdefault(number, [])
         try:
             self._register(region.address, len(region.words), self._lent_slots, _PORTABLE | _READ_ONLY, registered)
-            for ordinal in self._ordinals:
-                self._try(region.address, ordinal)
+            self._try(region.address, self._ordinals[0])
         except CudaError:
             self.remove_region(number)
             raise
