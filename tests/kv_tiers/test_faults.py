@@ -67,6 +67,8 @@ def test_a_fault_ends_few_requests_and_leaves_nothing(wanted: list[list[int]], p
     assert client.run() == wanted
     with injected(f"{place}:3:{kind}"):
         for _ in range(3):
+            if place in ("kv.gather", "kv.copy_out"):  # or all that it could store is there already
+                core.reset_prefix_cache(reset_external=True)
             ids = client.send()
             while core.has_unfinished_requests():
                 client.take(core.step())

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxllm.errors import JaxLLMError
-from jaxllm.framing import WireError
+from jaxllm.framing import ClosedError, WireError
 from jaxllm.kv_tiers.peers import addresses, messages
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.identity import Identity
@@ -180,7 +180,10 @@ class Connection:
         return [name in came for name in names]
 
     def locate(self, lease: str, names: Sequence[bytes], region: int, regions: Regions) -> list[int | None]:
-        """The slots of contents in the region of the memory that is shared; None: it has not come."""
+        """The slots of contents in the region of the memory that is shared; None: it has not come. Raises ClosedError for a connection
+        over TCP, which was made when the prefill engine could not be reached on this host: another one must take its place."""
+        if self._shared is None:
+            raise ClosedError("the connection does not share memory")
         left, place_of = set(names), dict[bytes, tuple[int, np.ndarray]]()
         self._channel.send(messages.Pull(lease, list(names)), self._seconds)
         while left:

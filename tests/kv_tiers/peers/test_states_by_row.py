@@ -65,14 +65,22 @@ def no_leases(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         each.core.check_integrity()
 
 
+def connect_over_tcp(decode: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With new connections."""
+    monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")
+    (store,) = decode.core._tiers[0]._stores._stores
+    for peer, _ in list(store._peers.values()):
+        store._drop(peer)
+
+
 @pytest.mark.parametrize("transport", ["shared memory", "tcp"])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_tokens_are_those_of_one_engine(
     engines: Any, params: SamplingParams, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if transport == "tcp":
-        monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")
     one, prefill, decode = engines
+    if transport == "tcp":
+        connect_over_tcp(decode, monkeypatch)
     for count in (95, 96, 97, 80, 81, 64):
         prompt = prompt_of(count, count + 100 * (params is SEEDED) + 1000 * (transport == "tcp"))
         wanted, _ = one.run(prompt, params)
@@ -165,11 +173,8 @@ def test_without_a_part_all_is_computed(engines: Any, kind: str, part: str) -> N
 
 @pytest.mark.parametrize("number", [1, 5, 6, 10], ids=["first block", "last block", "first of states", "last of states"])
 def test_damaged_contents_are_computed(engines: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")
     one, prefill, decode = engines
-    (store,) = decode.core._tiers[0]._stores._stores
-    for peer, _ in list(store._peers.values()):
-        store._drop(peer)
+    connect_over_tcp(decode, monkeypatch)
     prompt, num_damaged = prompt_of(90, 81 + number), decode.core.stats().num_damaged_blocks
     answer = prefill.prefill(prompt)
     with injected(f"kv.receive:{number}:corrupt"):
