@@ -559,10 +559,10 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 
 def architecture(config: PreTrainedConfig) -> str:
     """The name of the architecture with a head, as checkpoints on the hub have it."""
-    return "SarvamMoEForCausalLM" if config.model_type == "sarvam_moe" else _class_name(config)
+    return "SarvamMoEForCausalLM" if config.model_type == "sarvam_moe" else class_name(config)
 
 
-def _class_name(config: PreTrainedConfig) -> str:
+def class_name(config: PreTrainedConfig) -> str:
     """The class that computes it. transformers lists Mistral 4's with those of models that see images."""
     texts, images = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return texts.get(config.model_type) or images[config.model_type]
@@ -582,7 +582,7 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     import torch
 
     torch.manual_seed(seed)
-    model_class = getattr(transformers, _class_name(config))
+    model_class = getattr(transformers, class_name(config))
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # which float64 needs
     model = model_class._from_config(config, dtype=torch.float32, **plain)
     with torch.no_grad():

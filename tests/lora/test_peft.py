@@ -75,10 +75,14 @@ def test_every_family_has_the_linear_layers_that_all_linear_stands_for(tmp_path)
     from scripts import make_goldens
 
     missing = set()
+    # Modules of these are called otherwise in transformers than in their checkpoints, by which adapters are read.
+    called_otherwise = {"hy_v3", "laguna", "nemotron_h", "nemotron_h_moe", "sarvam_moe"}
     for name, config in make_goldens.VARIANTS.items():
+        if name in called_otherwise:
+            continue
         config.save_pretrained(tmp_path / name)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = getattr(transformers, make_goldens.class_name(config))(config)
         parts = adaptable(build_model(load_model_config(tmp_path / name)))
         targets = {module: shape for part in parts for module, shape in part.modules.items()}
         names = TargetNames(targets)
@@ -91,4 +95,4 @@ def test_every_family_has_the_linear_layers_that_all_linear_stands_for(tmp_path)
                 continue
             outputs, inputs = part.weight.shape if isinstance(part, torch.nn.Linear) else reversed(part.weight.shape)
             assert (targets[target].outputs, targets[target].inputs) == (outputs, inputs), f"{name}: {module}"
-    assert missing == {"kv_b_proj"}
+    assert missing == {"kv_b_proj", "weights_proj", "wk", "wq_b"}, "of latents, and of indexers, which are not loaded"
