@@ -209,7 +209,7 @@ class GatedDeltaNet:
     norm: Norm
     """Norm of each value head's output."""
     gate: Literal["silu", "sigmoid"] = "silu"
-    """What becomes of a gate before the normed output is multiplied by it."""
+    """Activation of the gate that the normed output is multiplied by."""
     is_flat: bool = False
     """Whether the checkpoint has queries, keys and values of all heads one after the other, and the gates, the decays and the strengths
     apart, instead of two products in the order of the key heads."""

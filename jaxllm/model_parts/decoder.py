@@ -72,7 +72,7 @@ class Names:
     next_token: str | None = None
     """How the names of layers for multi-token prediction begin where they are not those of further layers, as Qwen has them."""
     is_part: bool = False
-    """Whether the checkpoint may hold other models beside the text model: their tensors are not loaded with it."""
+    """Whether the checkpoint may hold other models too, whose tensors are not loaded with the text model."""
 
     def named(self, name: str) -> str:
         """The name here of a tensor or module of the text model, or a pattern of such, that a checkpoint has elsewhere: behind

@@ -13,7 +13,7 @@ from jaxllm.models.qwen3_next import gated_moe, hybrid_layers, linear_attention,
 
 DEFAULTS = {"max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25}
 PLAIN = tuple(f"linear_attn.in_proj_{letter}" for letter in "ba")
-"""What checkpoints in 8 or 4 bits keep plain too: they are small, and exponentials of the outputs decay the states."""
+"""Linear layers that checkpoints in 8 or 4 bits keep plain too: small, and exponentials of their outputs decay the states."""
 
 
 def read(c: ConfigReader) -> ModelConfig:

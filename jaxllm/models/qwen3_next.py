@@ -50,7 +50,7 @@ def hybrid_layers(c: ConfigReader, mlp: MLP | MoE, linear: GatedDeltaNet) -> tup
 
 
 def gated_moe(c: ConfigReader) -> MoE:
-    """Experts beside a shared one, whose result is gated."""
+    """Experts and a shared one, whose result is gated."""
     shared = MLP(c.integer("shared_expert_intermediate_size", 512), name="mlp.shared_expert")
     return read_moe(c, 512, shared=shared, shared_gate="shared_expert_gate")
 

@@ -168,7 +168,7 @@ def _found(raw: Mapping[str, Any], name: str, model_class: str | None = None) ->
 
 
 def _of_text_part(raw: Mapping[str, Any]) -> Read | None:
-    """What reads the text model of a config.json of several models; None: it has none, or one that is not known."""
+    """The function that reads the text model of a config.json of several models; None: it has none, or an unknown one."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return None

@@ -1,4 +1,4 @@
-"""The text model of a checkpoint that holds other models beside it, such as encoders that are not built here."""
+"""The text model of a checkpoint that also holds other models, such as encoders that are not built here."""
 
 from collections.abc import Callable
 from dataclasses import replace
