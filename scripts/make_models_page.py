@@ -25,8 +25,9 @@ from jaxllm.quantization.formats import supported_checkpoints
 from jaxllm.text import tiktoken_files, tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from scripts.make_encoder_goldens import VARIANTS as ENCODERS
-from scripts.make_goldens import FOLDER, VARIANTS
+from scripts.make_goldens import FOLDER
 from scripts.make_picture_goldens import VARIANTS as PICTURES
+from scripts.tiny_configs import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "MODELS.md"

@@ -6,7 +6,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.core import EngineCore
-from scripts import make_goldens
+from scripts import make_goldens, tiny_configs
 from tests.helpers import engines, goldens
 from tests.helpers.parity import NUM_TOKENS, check
 from tests.helpers.slow import slow_except
@@ -147,7 +147,7 @@ def test_live_against_transformers(name, options, tmp_path):
     directory = goldens.FOLDER / name
     if not directory.is_dir():
         directory = tmp_path
-        make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3).save_pretrained(directory)
+        make_goldens.random_model(tiny_configs.VARIANTS[name], seed=1, scale=0.3).save_pretrained(directory)
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(reference.config.vocab_size, size=length).tolist() for length in (2, 19, 31)]

@@ -43,10 +43,10 @@ def test_logits_equal_those_of_peft(case, tmp_path):
     name = case.partition(" ")[0]
     model = goldens.FOLDER / name
     if not model.is_dir():
-        from scripts import make_goldens  # which needs seconds to import
+        from scripts import make_goldens, tiny_configs  # which need seconds to import
 
         model = tmp_path / "model"
-        make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3).save_pretrained(model)
+        make_goldens.random_model(tiny_configs.VARIANTS[name], seed=1, scale=0.3).save_pretrained(model)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False, "task_type": "CAUSAL_LM", **CASES[case]})
     torch.manual_seed(0)
@@ -72,17 +72,17 @@ def test_logits_equal_those_of_peft(case, tmp_path):
 
 def test_every_family_has_the_linear_layers_that_all_linear_stands_for(tmp_path):
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
-    from scripts import make_goldens
+    from scripts import tiny_configs
 
     missing = set()
     # Modules of these are called otherwise in transformers than in their checkpoints, by which adapters are read.
     called_otherwise = {"hy_v3", "laguna", "nemotron_h", "nemotron_h_moe", "sarvam_moe"}
-    for name, config in make_goldens.VARIANTS.items():
+    for name, config in tiny_configs.VARIANTS.items():
         if name in called_otherwise:
             continue
         config.save_pretrained(tmp_path / name)
         with torch.device("meta"):
-            model = getattr(transformers, make_goldens.class_name(config))(config)
+            model = getattr(transformers, tiny_configs.class_name(config))(config)
         parts = adaptable(build_model(load_model_config(tmp_path / name)))
         targets = {module: shape for part in parts for module, shape in part.modules.items()}
         names = TargetNames(targets)

@@ -9,8 +9,9 @@ from jaxllm.model_parts import Mamba2, MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.models.registry import FAMILIES
 from scripts.make_encoder_goldens import VARIANTS as ENCODERS
-from scripts.make_goldens import FOLDER, VARIANTS, architecture
+from scripts.make_goldens import FOLDER
 from scripts.make_picture_goldens import VARIANTS as PICTURES
+from scripts.tiny_configs import VARIANTS, architecture
 
 
 def read(directory, config, raw):

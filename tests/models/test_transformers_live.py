@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from scripts import make_encoder_goldens, make_goldens, make_picture_goldens
+from scripts import make_encoder_goldens, make_goldens, make_picture_goldens, tiny_configs
 from tests.helpers import goldens
 from tests.helpers.encoders import check, make_core
 from tests.helpers.slow import slow_except
@@ -22,7 +22,7 @@ def test_the_script_that_makes_goldens_knows_each():
     folders = {path.name for path in make_goldens.FOLDER.iterdir() if any(path.glob("*.json"))}
     of_audio = {path.parent.name for path in make_goldens.FOLDER.glob("*/audio.json")}
     assert {*make_goldens.kept(), *make_picture_goldens.kept(), *make_encoder_goldens.kept(), *of_audio} == folders
-    assert make_goldens.VARIANTS.keys() >= set(make_goldens.kept())
+    assert tiny_configs.VARIANTS.keys() >= set(make_goldens.kept())
     assert sorted(make_picture_goldens.VARIANTS) == make_picture_goldens.kept()
 
 
@@ -39,9 +39,9 @@ def test_logits_equal_transformers(name, torch):
     np.testing.assert_allclose(goldens.logits(config, state, token_ids, pad_to=104), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(make_goldens.VARIANTS.keys() - set(goldens.NAMES)))
+@pytest.mark.parametrize("name", sorted(tiny_configs.VARIANTS.keys() - set(goldens.NAMES)))
 def test_logits_of_variants_without_a_golden_equal_transformers(name, torch, tmp_path):
-    reference = make_goldens.random_model(make_goldens.VARIANTS[name], seed=1, scale=0.3)
+    reference = make_goldens.random_model(tiny_configs.VARIANTS[name], seed=1, scale=0.3)
     make_goldens.save(reference, tmp_path)
     config, state = goldens.load(tmp_path)
     token_ids = np.random.default_rng(0).integers(config.vocab_size, size=56).tolist()
@@ -73,7 +73,7 @@ def test_the_text_model_beside_an_encoder_equals_transformers(is_fused, torch, t
     import transformers
     from safetensors.numpy import load_file, save_file
 
-    text = make_goldens.VARIANTS["qwen3_5_moe"].to_dict()
+    text = tiny_configs.VARIANTS["qwen3_5_moe"].to_dict()
     sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
     vision = {**sizes, "out_hidden_size": text["hidden_size"]}
     config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
