@@ -92,7 +92,8 @@ TAKEN_BY_SERVER = _names("""
     allowed_origins allowed_methods allowed_headers api_key ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers
     root_path middleware enable_request_id_headers disable_fastapi_docs chat_template_content_format
     trust_request_chat_template default_chat_template_kwargs response_role return_tokens_as_token_ids enable_auto_tool_choice
-    exclude_tools_when_tool_choice_none tool_call_parser reasoning_parser max_log_len enable_prompt_tokens_details
+    exclude_tools_when_tool_choice_none tool_call_parser reasoning_parser tool_parser_plugin reasoning_parser_plugin
+    max_log_len enable_prompt_tokens_details
     enable_per_request_metrics enable_server_load_tracking enable_force_include_usage sse_keep_alive_interval
     enable_log_requests enable_tokenizer_info_endpoint fingerprint_mode shutdown_timeout served_model_name
     otlp_traces_endpoint api_server_count lora_modules enable_scale_out
@@ -196,7 +197,6 @@ _ENGINE = (
     *_refused("llguidance constrains every output; whitespace and the like are said in the request", objects="structured_outputs_config",
               harmless_keys=("backend", "disable_fallback")),
     *_flags("llguidance constrains every output", values="guided_decoding_backend"),
-    *_refused("--reasoning-parser chooses among the known formats", values="reasoning_parser_plugin"),
     *_refused("thinking_token_budget finds the tokens of the model that open and close its thinking", objects="reasoning_config"),
     *_flags("reasoning is found by the chat template; --reasoning-parser names its format", switches="enable_reasoning"),
     # Parallelism
@@ -322,7 +322,6 @@ _SERVER = (
     *_refused("headers have fixed limits; --max-request-body-bytes limits bodies",
               values="h11_max_incomplete_event_size h11_max_header_count"),
     *_flags("/docs needs nothing from other hosts", switches="enable_offline_docs"),
-    *_refused("--tool-call-parser chooses among the known formats", values="tool_parser_plugin"),
     *_refused("calls are constrained when tool_choice is required or names a function", values="tool_strict_level", harmless=("auto",)),
     *_refused("the server runs no tools", values="tool_server"),
     *_refused("--default-chat-template-kwargs sets what the template reads", objects="reasoning_effort_map",

@@ -160,7 +160,21 @@ class ChatOptions:
     reasoning_parser: Annotated[str | None, "how the model marks reasoning; default: as its chat template shows; none: not"] = (
         None
     )
+    tool_parser_plugin: Annotated[
+        str | None,
+        "Python file (its name ends with .py) or module whose TOOL_DIALECTS --tool-call-parser may name; it is run, so it is trusted "
+        "like code",
+    ] = None
+    reasoning_parser_plugin: Annotated[
+        str | None, "Python file or module whose REASONING_DIALECTS --reasoning-parser may name; it is run too"
+    ] = None
     exclude_tools_when_tool_choice_none: Annotated[bool, "leave tools out of the prompt when tool_choice is none"] = False
+
+    @property
+    def names_dialects(self) -> bool:
+        """Whether an option names a dialect or a plugin."""
+        given = (self.tool_call_parser, self.reasoning_parser, self.tool_parser_plugin, self.reasoning_parser_plugin)
+        return any(given)
 
 
 @dataclass(frozen=True, kw_only=True)

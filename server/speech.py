@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,9 @@ from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
 from server.chat_deltas import ChatDelta, with_pieces
 from server.dialects import (
+    HF,
+    REASONING_DIALECTS,
+    TOOL_DIALECTS,
     Reasoning,
     ReasoningDialect,
     StreamParser,
@@ -20,12 +23,15 @@ from server.dialects import (
     ToolChoice,
     ToolDialect,
     by_name,
+    check_known,
     check_tools,
     find_dialect_names,
+    response_template_of,
     special_tokens_of,
     start_after_token_ids,
     tool_constraint,
 )
+from server.dialects.plugins import reasoning_dialects_of, tool_dialects_of
 from server.errors import bad_request
 from server.http_metrics import RequestType
 from server.options import ChatOptions
@@ -40,9 +46,11 @@ class Speech:
         templates = tokenizer.chat_templates
         source = chat_template or templates.get("tool_use") or templates.get("default")
         found_tool, found_reasoning = find_dialect_names(source, tokenizer)
+        if HF in (options.tool_call_parser, options.reasoning_parser):  # which reads both
+            found_tool = found_reasoning = HF
         self.tool_name = _named(options.tool_call_parser, found_tool)
         self.reasoning_name = _named(options.reasoning_parser, found_reasoning)
-        self._tool, self._reasoning = _dialects(self.tool_name, self.reasoning_name, tokenizer.added_tokens.values())
+        self._tool, self._reasoning = _dialects(options, self.tool_name, self.reasoning_name, tokenizer)
         self._special_tokens = special_tokens_of(tokenizer)
         self._keeps_special = any(
             dialect is not None and dialect.needs_special_tokens(tokenizer) for dialect in (self._tool, self._reasoning)
@@ -192,15 +200,37 @@ class AnswerReader:
 
 
 def check_names(options: ChatOptions) -> None:
-    """Raise ConfigError for unknown dialect names, without a model."""
-    _dialects(_named(options.tool_call_parser, None), _named(options.reasoning_parser, None))
+    """Raise ConfigError for unknown dialect names and for plugins that cannot be used, without a model."""
+    for option, name, plugin in (
+        ("tool_call_parser", options.tool_call_parser, options.tool_parser_plugin),
+        ("reasoning_parser", options.reasoning_parser, options.reasoning_parser_plugin),
+    ):
+        if plugin is not None and name is None:
+            flag = f"--{option.replace('_', '-')}"
+            raise ConfigError(f"the plugin {plugin} is given without {flag}, which names one of its dialects; pass {flag} too")
+    _known(options, _named(options.tool_call_parser, None), _named(options.reasoning_parser, None))
+
+
+def _known(
+    options: ChatOptions, tool_name: str | None, reasoning_name: str | None
+) -> tuple[dict[str, ToolDialect], dict[str, ReasoningDialect]]:
+    """All dialects, those of plugins first, among which these names must be. Raises ConfigError."""
+    tools = {**TOOL_DIALECTS, **tool_dialects_of(options.tool_parser_plugin)}
+    reasonings = {**REASONING_DIALECTS, **reasoning_dialects_of(options.reasoning_parser_plugin)}
+    try:
+        check_known(tool_name, reasoning_name, tools, reasonings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return tools, reasonings
 
 
 def _dialects(
-    tool_name: str | None, reasoning_name: str | None, added_tokens: Collection[str] = ()
+    options: ChatOptions, tool_name: str | None, reasoning_name: str | None, tokenizer: Tokenizer
 ) -> tuple[ToolDialect | None, ReasoningDialect | None]:
+    tools, reasonings = _known(options, tool_name, reasoning_name)
+    tokens, template = tokenizer.added_tokens.values(), response_template_of(tokenizer)
     try:
-        return by_name(tool_name, reasoning_name, added_tokens)
+        return by_name(tool_name, reasoning_name, tokens, template, tools=tools, reasonings=reasonings)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -68,7 +68,7 @@ def server_options(arguments: argparse.Namespace, engine: EngineConfig, flags: I
 
     options = ServerOptions.from_options(**chosen(resolve(flags, vars(arguments), arguments.config)), **fixed)
     check_adapter_options(options.adapters, engine, options.replies.names_of(engine.model.model))
-    if options.chat.tool_call_parser or options.chat.reasoning_parser:
+    if options.chat.names_dialects:
         from server.speech import check_names  # imports all dialects
 
         check_names(options.chat)

@@ -3,7 +3,7 @@
 import json
 import secrets
 import string
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _LETTERS = string.ascii_letters + string.digits
 
+
+WholeReading = Callable[["StreamParser", str, bool, bool], Reading[None]]
+"""Reads an answer: of a parser, the rendered prompt, whether calls are looked for, and whether reasoning is."""
 
 INDEX = "\0"
 """Placeholder for a call's number in a frame."""
@@ -48,6 +51,8 @@ class ToolDialect:
     """Whether an opening inside the reasoning ends it."""
     frame: Frame | None = None
     """Format of forced calls; None: plain JSON (`server.dialects.json_calls`)."""
+    whole: WholeReading | None = None
+    """Reads the whole answer, in place of `read`."""
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
         """Read what follows an opening marker: an unread letter if the call has no marker. Raises Broken, or Ended."""
@@ -61,8 +66,8 @@ class ToolDialect:
         """The frame for a model with these special tokens."""
         return self.frame
 
-    def of(self, tokens: Collection[str]) -> "ToolDialect":
-        """The dialect of a model with these added tokens."""
+    def of(self, tokens: Collection[str], response_template: Mapping[str, Any] | None = None) -> "ToolDialect":
+        """The dialect of a model with these added tokens and this response template. Raises ValueError."""
         return self
 
     def needs_special_tokens(self, tokenizer: Any) -> bool:
@@ -92,11 +97,13 @@ class ReasoningDialect:
     """Markers that close an answer so opened. They are left out, unless content follows."""
     markers: tuple[str, ...] = ()
     """Further markers of the format."""
+    whole: WholeReading | None = None
+    """Reads the whole answer, with or without calls."""
     is_suffixed: bool = False
     """Whether the model's tokens may be markers `with_suffix`."""
 
-    def of(self, tokens: Collection[str]) -> "ReasoningDialect":
-        """The dialect of a model with these added tokens."""
+    def of(self, tokens: Collection[str], response_template: Mapping[str, Any] | None = None) -> "ReasoningDialect":
+        """The dialect of a model with these added tokens and this response template. Raises ValueError."""
         if not self.is_suffixed:
             return self
         start, end = (tuple(with_suffix(marker, tokens) for marker in markers) for markers in (self.start, self.end))

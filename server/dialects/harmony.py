@@ -39,11 +39,8 @@ class Harmony(ToolDialect):
     )
 
 
-HARMONY = Harmony()
-
-
-def read_messages(parser: "StreamParser", prompt_text: str, calls: bool) -> Reading[None]:
-    """Read an answer. Messages to functions are calls if `calls`."""
+def read_messages(parser: "StreamParser", prompt_text: str, calls: bool, reasons: bool = True) -> Reading[None]:
+    """Read an answer. Messages to functions are calls if `calls`; those in the channel analysis are reasoning anyhow."""
     header = _open_header(prompt_text)
     begun = ""
     while True:
@@ -117,3 +114,7 @@ def _read_call(parser: "StreamParser", name: str) -> Reading[None]:
     else:
         yield from read_json_arguments(parser, name)
     parser.end_call()
+
+
+HARMONY = Harmony()
+HARMONY.whole = read_messages

@@ -27,6 +27,10 @@ class Markers:
         found = self._pattern.search(text, start) if self._pattern else None
         return found.span() if found else None
 
+    def without(self, text: str) -> str:
+        """A text without these markers."""
+        return self._pattern.sub("", text) if self._pattern else text
+
     def held_from(self, text: str, start: int) -> int:
         """The first index where an incomplete marker may begin, in text without a marker; the text's length if none."""
         if self._first is None:
@@ -35,6 +39,26 @@ class Markers:
             if text[found.start() :] in self._beginnings:
                 return found.start()
         return len(text)
+
+
+class Remover:
+    """Takes markers out of text that arrives in pieces."""
+
+    def __init__(self, markers: Markers):
+        self._markers = markers
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """Text that is certain by now to be no part of a marker."""
+        text = self._markers.without(self._held + text)
+        end = self._markers.held_from(text, 0)
+        self._held = text[end:]
+        return text[:end]
+
+    def end(self) -> str:
+        """The rest: the text ends, maybe within a marker."""
+        text, self._held = self._held, ""
+        return text
 
 
 def markers_of(*texts: str) -> Markers:

@@ -51,6 +51,10 @@ class Reader:
             self._read.append(piece)
         return piece
 
+    def take_all(self) -> str:
+        """Read what has arrived."""
+        return self._take(len(self._text))
+
     def mark(self, already_read: str = "") -> None:
         """Set the mark: start to record the text read."""
         self._read = [already_read] if already_read else []

@@ -1,6 +1,6 @@
 """The names of dialects, which are vLLM's, and the detection of a model's dialects from its chat template."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +8,13 @@ from jaxllm.thinking import MARKERS
 from server.dialects.apertus import Apertus
 from server.dialects.deepseek import DeepSeek
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
-from server.dialects.harmony import HARMONY
+from server.dialects.harmony import HARMONY, read_messages
 from server.dialects.kimi import Kimi
 from server.dialects.llama_json import LlamaJson
 from server.dialects.marked_json import COHERE, GRANITE, GRANITE_20B_FC, HERMES, JAMBA, LONGCAT, NEMOTRON, PHI4_MINI
 from server.dialects.mistral import Mistral
 from server.dialects.pythonic import Pythonic, PythonicLines
+from server.dialects.response_template import TemplateCalls, TemplateReasoning, is_usable
 from server.dialects.xlam import Xlam
 from server.dialects.xml import GLM45, HY_V3, K2_HORIZON, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls, dsml
 
@@ -33,6 +34,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "granite-20b-fc": GRANITE_20B_FC,
     "granite4": HERMES,
     "hermes": HERMES,
+    "hf": TemplateCalls(),
     "hunyuan_a13b": JAMBA,
     "hy_v3": XmlCalls(HY_V3, ends_reasoning=True, is_suffixed=True),
     "jamba": JAMBA,
@@ -72,6 +74,9 @@ _COHERE_COMMAND = ReasoningDialect(
     answer_end=("<|END_RESPONSE|>", "<|END_TEXT|>"),
 )
 
+HF = "hf"
+"""The dialect that a checkpoint describes in its response template."""
+
 REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "cohere_command3": _COHERE_COMMAND,
     "cohere_command4": _COHERE_COMMAND,
@@ -86,6 +91,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
     "granite_thinking_parser": _EXPECTED,
+    "hf": TemplateReasoning(),
     "holo2": _IMPLIED,
     "hunyuan_a13b": replace(_MARKED, answer_start=("<answer>", "助手："), answer_end=("</answer>",)),
     "hy_v3": replace(_MARKED, is_suffixed=True),
@@ -102,7 +108,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "nano_v3": _EXPECTED,
     "nemotron_v3": _EXPECTED,
     "olmo3": _IMPLIED,
-    "openai_gptoss": ReasoningDialect(channels=True, expected=True, markers=HARMONY.openings),
+    "openai_gptoss": ReasoningDialect(channels=True, expected=True, markers=HARMONY.openings, whole=read_messages),
     "poolside_v1": _MARKED,
     "qwen3": _EXPECTED,
     "seed_oss": ReasoningDialect(*_SEED),
@@ -114,17 +120,32 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
 
 
 def by_name(
-    tool_parser: str | None = None, reasoning_parser: str | None = None, added_tokens: Collection[str] = ()
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    added_tokens: Collection[str] = (),
+    response_template: Mapping[str, Any] | None = None,
+    *,
+    tools: Mapping[str, ToolDialect] = TOOL_DIALECTS,
+    reasonings: Mapping[str, ReasoningDialect] = REASONING_DIALECTS,
 ) -> tuple[ToolDialect | None, ReasoningDialect | None]:
-    """The dialects with these names, of a model with these tokens. Raises ValueError for an unknown name."""
-    for name, known, flag in (
-        (tool_parser, TOOL_DIALECTS, "--tool-call-parser"),
-        (reasoning_parser, REASONING_DIALECTS, "--reasoning-parser"),
-    ):
+    """The dialects with these names, of a model with these tokens and this response template.
+
+    tools, reasonings: those that are known. Raises ValueError for an unknown name, or one that does not fit.
+    """
+    check_known(tool_parser, reasoning_parser, tools, reasonings)
+    if HF in (tool_parser, reasoning_parser) and {tool_parser, reasoning_parser} - {HF, None}:
+        raise ValueError(f"{HF} reads tool calls and reasoning together: name it for both, or none for one of them")
+    tool, reasoning = tools.get(tool_parser or ""), reasonings.get(reasoning_parser or "")
+    return tool and tool.of(added_tokens, response_template), reasoning and reasoning.of(added_tokens, response_template)
+
+
+def check_known(
+    tool_parser: str | None, reasoning_parser: str | None, tools: Collection[str], reasonings: Collection[str]
+) -> None:
+    """Raise ValueError for a name that is not among the known ones."""
+    for name, known, flag in ((tool_parser, tools, "--tool-call-parser"), (reasoning_parser, reasonings, "--reasoning-parser")):
         if name and name not in known:
             raise ValueError(f"{flag} {name} is unknown; known are {', '.join(sorted(known))}")
-    tool, reasoning = TOOL_DIALECTS.get(tool_parser or ""), REASONING_DIALECTS.get(reasoning_parser or "")
-    return tool and tool.of(added_tokens), reasoning and reasoning.of(added_tokens)
 
 
 _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -195,4 +216,12 @@ def find_dialect_names(chat_template: str | None, tokenizer: Any = None) -> tupl
     if tool is None and "tools" in template:
         special_tokens = special_tokens_of(tokenizer)
         tool = next((name for name, token in _TOOL_TOKENS.items() if token in special_tokens), None)
+    if tool is None and reasoning is None and is_usable(response_template_of(tokenizer)):
+        return HF, HF
     return tool, reasoning
+
+
+def response_template_of(tokenizer: Any) -> Mapping[str, Any] | None:
+    """The `response_template` in tokenizer_config.json, which describes the format of answers."""
+    found = getattr(tokenizer, "config", {}).get("response_template")
+    return found if isinstance(found, Mapping) else None

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from server.dialects import harmony
 from server.dialects.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from server.dialects.dialect import ReasoningDialect, ToolDialect, is_encodable, random_letters
 from server.dialects.json_calls import JSON_CALLS
 from server.dialects.json_scanner import Broken
-from server.dialects.markers import markers_of
+from server.dialects.markers import Remover, markers_of
 from server.dialects.reader import MAX_NAME, SPACE, Ended, Reader, Reading
 from server.dialects.tools import Tool
 
@@ -60,8 +59,9 @@ class StreamParser(Reader):
         self._has_content = self._has_reasoning = self._after_reasoning = False
         special = frozenset(special_tokens)
         self._dropped = special if drop_special_tokens else frozenset()
-        if tool is harmony.HARMONY or (reasoning is not None and reasoning.channels):
-            self._reading = harmony.read_messages(self, prompt_text, calls=tool is not None)
+        whole = tool.whole if tool is not None and tool.whole else reasoning.whole if reasoning is not None else None
+        if whole is not None and not (forced and tool is JSON_CALLS):
+            self._reading = whole(self, prompt_text, tool is not None, reasoning is not None)
         else:
             is_open = reasoning.state_after(prompt_text, special) if reasoning else None
             self._reading = self._read_answer(reasoning, is_open)
@@ -154,11 +154,19 @@ class StreamParser(Reader):
         if self._has_content:
             self.add_content("\n")
 
+    def hidden_tokens(self) -> Remover:
+        """A remover of the special tokens that are left out of answers, for text that arrives in pieces."""
+        return Remover(markers_of(*self._dropped))
+
     def begin_reasoning(self) -> None:
         """Start another message of reasoning, on a new line."""
         if self._has_reasoning:
             self.add_reasoning("\n")
         self._has_reasoning = True
+
+    def end_reasoning(self) -> None:
+        """The reasoning is over; content follows after white space."""
+        self.in_reasoning, self._after_reasoning = False, True
 
     def add_reasoning(self, text: str) -> None:
         """Emit reasoning."""

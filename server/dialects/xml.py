@@ -77,7 +77,7 @@ class XmlCalls(ToolDialect):
         self._after_key = Markers((tags.after_key, tags.after_key_of_json))
         self._after_value = Markers((tags.after_value, tags.parameter, *ends))
 
-    def of(self, tokens: Collection[str]) -> ToolDialect:
+    def of(self, tokens: Collection[str], response_template: Mapping[str, Any] | None = None) -> ToolDialect:
         if not self.is_suffixed:
             return self
         tags: dict[str, Any] = {

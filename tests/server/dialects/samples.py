@@ -54,7 +54,7 @@ def sum_of(deltas: Iterable[Delta]) -> Message:
 
 def parser_for(tool: str | None, reasoning: str | None, **options) -> StreamParser:
     """A parser by the names of flags, with TOOLS."""
-    dialect, thinking = by_name(tool, reasoning, options.pop("added_tokens", ()))
+    dialect, thinking = by_name(tool, reasoning, options.pop("added_tokens", ()), options.pop("response_template", None))
     return StreamParser(dialect, thinking, **{"tools": TOOLS, **options})
 
 
@@ -425,3 +425,81 @@ SAMPLES |= {
     if "<think>" in dialect.start and not dialect.in_content
 }
 SAMPLES["seed thinks"] = thoughts_in("seed_oss", "<seed:think>Hm.</seed:think>Hello.", "Hm.", "Hello.")
+
+# Response templates as transformers documents them (chat_response_parsing): literals, patterns with names, each kind of content.
+JSON_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<call>", "close": "</call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|im_end|>", "content": "text"},
+    },
+}  # fmt: skip
+TAG_TEMPLATE = {
+    "start_anchor": "<|turn>model\n",
+    "fields": {
+        "thinking": {"open_pattern": r"<\|channel>\w+\n", "close": "<channel|>"},
+        "tool_calls": {
+            "open_pattern": r"\s*<function=(?P<name>[^>\n]+)>", "close": "</function>", "repeats": True, "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"\s*<turn\|>"},
+    },
+}  # fmt: skip
+LIST_TEMPLATE = {
+    "start_anchor": "A:",
+    "fields": {
+        "tool_calls": {
+            "open": "<|calls|>", "close": "<|/calls|>", "content": "python-call-list", "transform_each": True,
+            "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+
+def template_sample(
+    template: dict, text: str, message: Message, tool: str | None = "hf", reasoning: str | None = "hf", **options
+):
+    return Sample(tool, reasoning, text, message, {"response_template": template, **options})
+
+
+_CALL = '<call>{"name": "%s", "arguments": %s}</call>'
+SAMPLES |= {
+    "template, json": template_sample(
+        JSON_TEMPLATE,
+        f"<think>\nHm, <call>?\n</think>\n\nSure.\n{_CALL % PARIS}\n{_CALL % TIME}<|im_end|>",
+        Message("Sure.", "Hm, <call>?", [PARIS, TIME]),
+    ),
+    "template, reasoning open in the prompt": template_sample(
+        JSON_TEMPLATE, "Hm.</think> Hi <x>.", Message("Hi <x>.", "Hm."), prompt_text="<|im_start|>assistant\n<think>\n"
+    ),
+    "template, reasoning closed in the prompt": template_sample(
+        JSON_TEMPLATE, "\n\nHi.", Message("Hi."), prompt_text="<|im_start|>assistant\n<think>\n</think>"
+    ),
+    "template, no call": template_sample(
+        JSON_TEMPLATE, f"A <call>x</call> {_CALL % ROME} b", Message("Ax b", calls=[ROME])
+    ),
+    "template, cut off in a call": template_sample(JSON_TEMPLATE, 'A <call>{"name": "g', Message('A{"name": "g')),
+    "template, without tools": template_sample(JSON_TEMPLATE, _CALL % ROME, Message(_CALL % ROME), tool=None),
+    "template, without reasoning": template_sample(JSON_TEMPLATE, "<think>a</think>b", Message("<think>a</think>b"), reasoning=None),
+    "template, special tokens": template_sample(
+        JSON_TEMPLATE, "A<|pad|> b.<|im_end|>", Message("A b."), special_tokens=("<|pad|>", "<|im_end|>")
+    ),
+    "template, forced": template_sample(
+        JSON_TEMPLATE, f"<think>a</think>\n[{LIST % ROME}]", Message("", "a", [ROME]), forced=True
+    ),
+    "template, tags": template_sample(
+        TAG_TEMPLATE,
+        "<|channel>thought\nHm.<channel|>Sure. <function=run><parameter=code>\n1 < 2\n</parameter><parameter=dry>true</parameter>"
+        "</function><function=get_time></function><turn|>",
+        Message("Sure.", "Hm.", [("run", '{"code": "1 < 2", "dry": true}'), TIME]),
+    ),
+    "template, list": template_sample(
+        LIST_TEMPLATE, 'Ok: <|calls|>[get_weather(city="Paris", days=3), get_time()]<|/calls|>', Message("Ok:", calls=[PARIS, TIME])
+    ),
+}  # fmt: skip
