@@ -22,12 +22,9 @@ CALLS_FIELD = "tool_calls"
 class TemplateCalls(ToolDialect):
     """Tool calls in the field `tool_calls` of a response template. Forced calls are plain JSON."""
 
-    template: Mapping[str, Any] | None = None
-
     def of(self, tokens: Collection[str], response_template: Mapping[str, Any] | None = None) -> ToolDialect:
         bound = TemplateCalls()
-        bound.template = checked(response_template, "--tool-call-parser hf")
-        bound.whole = partial(read_response, bound.template)
+        bound.whole = partial(read_response, checked(response_template, "--tool-call-parser hf"))
         return bound
 
     def needs_special_tokens(self, tokenizer: Any) -> bool:
