@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.layers.build import Widened, build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.parameters import axes_of, parameters
+from jaxllm.layers.parameters import axes_of, parameters, weights
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Layer, MoE
@@ -152,7 +152,7 @@ class Prepared:
             )
 
         if starts and not on_cpu:
-            warn_of_widened_experts([stage.model for stage in stages], model_config.dtype)
+            tell_of_widened_experts([stage.model for stage in stages], model_config.dtype)
 
         def make(kernels: Kernels) -> DeviceRunner:
             of_kernels = resolved.replace(attention_implementation=kernels.attention)
@@ -334,8 +334,10 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
     return None
 
 
-def warn_of_widened_experts(models: Iterable[nnx.Module], dtype: str) -> None:
-    """Warn if products on a GPU widen the weights of all experts in each step."""
+def tell_of_widened_experts(models: Sequence[nnx.Module], dtype: str) -> None:
+    """Log if products on a GPU widen the weights of experts in each step: of those that tokens choose, or of all, which is a warning."""
+    if any(weight.format.widens_each for model in models for weight in weights(model)):
+        logger.info("no kernel multiplies experts without a gate as they are stored: a step widens each that a token chooses")
     if any(Widened.of(model).experts for model in models):
         logger.warning(
             "each step widens the weights of all experts, because no kernel is chosen that multiplies them as they are stored: start with "
