@@ -2,7 +2,11 @@
 
 import functools
 import json
+import logging
+import tempfile
+from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,9 +17,10 @@ from jaxllm.layers.build import Widened, build_model
 from jaxllm.layers.parameters import parameters, weights
 from jaxllm.loaders import safetensors
 from jaxllm.models.load_config import load_model_config
+from jaxllm.quantization import numbers
 from scripts.saving import write_safetensors
 from tests.helpers import goldens
-from tests.helpers.quantized import answer, assert_equal, assert_near, load, rounded, words
+from tests.helpers.quantized import PROMPT, answer, assert_equal, load, rounded, words
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
@@ -78,9 +83,6 @@ def mistral_4():
 
 
 def config_of(values):
-    import tempfile
-    from pathlib import Path
-
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(values))
         return load_model_config(folder).for_tensor_parallel(1)
@@ -138,9 +140,27 @@ def in_int4(name, weight):
     return {f"{name}_{part}": array for part, array in packed.items()}, wide.reshape(weight.shape)
 
 
-def types_of_experts(directory, **options):
-    config = load_model_config(directory, **options).for_tensor_parallel(1)
-    return {str(v.dtype) for path, v in parameters(build_model(config)) if {"gate_up", "down"} & set(path) and v.ndim > 2}
+def experts_of(directory, size=1, **options):
+    """The weights of experts in float32 by path, of the codes that stand in the model, or as they are; and whether they are codes."""
+    config, state = load(directory, tensor_parallel_size=size, **options)
+    arrays = {path: np.asarray(variable[...]) for path, variable in parameters(state)}
+    found, are_stored = {}, set()
+    for weight in weights(build_model(config)):
+        parts = {part: arrays[weight.path_of(part)] for part in weight.parts}
+        if all(spec.axes[0] == "experts" and len(spec.shape) > 2 for spec in weight.parts.values()):
+            are_stored.add("codes" in parts)
+            wide = numbers.widen(parts, weight.format.weight_scheme, np) if "codes" in parts else parts[""]
+            found[weight.path] = np.asarray(wide, np.float32)
+    return found, are_stored
+
+
+def assert_stored(stored, plain):
+    wanted, _ = experts_of(plain)
+    for options, are_stored in (({}, {True}), ({"size": 2}, {True}), ({"dequantize": True}, {False})):
+        found, are = experts_of(stored, **options)
+        assert are == are_stored and found.keys() == wanted.keys() and found
+        for path, array in found.items():
+            np.testing.assert_allclose(array.reshape(wanted[path].shape), wanted[path], rtol=1e-6, err_msg=str(path))
 
 
 @pytest.mark.parametrize(
@@ -148,11 +168,7 @@ def types_of_experts(directory, **options):
     [(PER_TENSOR, {}), (PER_TENSOR, {"halves": True}), (PER_BLOCK, {"rows": 32, "columns": 32}), (PER_TENSOR, {"rows": 1})],
 )
 def test_experts_of_one_tensor_stay_in_fp8(tmp_path, quantization, options):
-    stored, plain = fused(tmp_path, quantization, **options)
-    assert types_of_experts(stored) == {"float8_e4m3fn", "float32"}
-    for size in (1, 2):
-        assert_near(stored, plain, tensor_parallel_size=size)
-    assert_equal(load(stored, dequantize=True)[1], load(plain)[1])
+    assert_stored(*fused(tmp_path, quantization, **options))
 
 
 @pytest.mark.parametrize(
@@ -160,11 +176,7 @@ def test_experts_of_one_tensor_stay_in_fp8(tmp_path, quantization, options):
     [(INT4, in_int4, lambda name: True), (MODELOPT, in_fp8, lambda name: ".experts." in name)],
 )
 def test_experts_without_a_gate_stay_in_few_bits(tmp_path, quantization, quantize, quantizes):
-    stored, plain = nemotron(tmp_path, quantization, quantize, quantizes)
-    assert types_of_experts(stored) in ({"uint8", "bfloat16"}, {"float8_e4m3fn", "float32"})
-    for size in (1, 2):
-        assert_near(stored, plain, tensor_parallel_size=size)
-    assert_equal(load(stored, dequantize=True)[1], load(plain)[1])
+    assert_stored(*nemotron(tmp_path, quantization, quantize, quantizes))
 
 
 def test_experts_without_a_gate_are_never_in_tiles_and_widened_one_at_a_time(tmp_path, caplog):
@@ -173,7 +185,8 @@ def test_experts_without_a_gate_are_never_in_tiles_and_widened_one_at_a_time(tmp
     model = build_model(config)
     experts = [weight.format for weight in weights(model) if any("experts" in spec.axes for spec in weight.parts.values())]
     assert [format.tiled for format in experts if format.widens_each] == [None, None] and not Widened.of(model).experts
-    prepare.tell_of_widened_experts([model], "bfloat16")
+    with caplog.at_level(logging.INFO, "jaxllm"):
+        prepare.tell_of_widened_experts([model], "bfloat16")
     assert any("a step widens each that a token chooses" in text for text in caplog.messages)
     rounded = load_model_config(goldens.FOLDER / "nemotron_h", quantization="int8").for_tensor_parallel(1)
     assert not any(weight.format.widens_each for weight in weights(build_model(rounded)))
@@ -225,15 +238,45 @@ def test_a_saved_checkpoint_has_the_same_experts(tmp_path):
     assert safetensors.Checkpoint(tmp_path / "saved").entries["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 96, 64)
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """By name, a checkpoint with experts in few bits and one with the same numbers in float32."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "mistral": fused(folder / "mistral", PER_TENSOR),
+        "nemotron": nemotron(folder / "nemotron", INT4, in_int4, lambda name: True),
+    }
+
+
 @pytest.mark.slow
-def test_engines_answer_as_with_the_widened_weights(tmp_path):
-    """Of experts in one tensor also in tiles, where kernels take them."""
-    for name, made in (
-        ("mistral", fused(tmp_path / "mistral", PER_TENSOR)),
-        ("nemotron", nemotron(tmp_path / "nemotron", INT4, in_int4, lambda name: True)),
-    ):
-        tokens, logprobs = answer(made[1])
-        for options in ({"tensor_parallel_size": 2}, *([{"attention_implementation": "triton"}] if name == "mistral" else [])):
-            found = answer(made[0], **options)
-            assert found[0] == tokens
-            np.testing.assert_allclose(found[1], logprobs, atol=1e-4)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mistral", {"tensor_parallel_size": 2}),
+        ("mistral", {"attention_implementation": "triton"}),  # in tiles
+        ("nemotron", {}),
+        ("nemotron", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_logits_of_an_engine_are_those_of_the_widened_weights(models, name, options):
+    stored, plain = models[name]
+    tokens, logprobs = answer(stored, **options)
+    logits = goldens.logits(*load(plain), PROMPT + tokens)
+    wanted = np.asarray(jax.nn.log_softmax(logits, -1))[np.arange(len(logits) - 1), [*PROMPT, *tokens][1:]]
+    np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
+    assert tokens == np.argmax(logits[len(PROMPT) - 1 : -1], -1).tolist()
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "nemotron"])
+def test_engines_answer_as_transformers_with_the_widened_weights(models, name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    stored, plain = models[name]
+    tokens, logprobs = answer(stored)
+    kind = transformers.Mistral4ForCausalLM if name == "mistral" else transformers.AutoModelForCausalLM
+    reference = kind.from_pretrained(plain, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = torch.log_softmax(reference(torch.tensor([PROMPT + tokens])).logits[0], -1).numpy()
+    assert tokens == wanted[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    np.testing.assert_allclose(logprobs, wanted[np.arange(len(wanted) - 1), [*PROMPT, *tokens][1:]], atol=1e-4)

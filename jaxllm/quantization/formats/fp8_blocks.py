@@ -101,8 +101,9 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
             rows, columns = self.block_shape or (1, codes.shape[-1])
             name = f"{module}.weight" if codes.ndim == 2 else module
             written[name] = codes
-            ending = str(self.scale_name).removeprefix("weight")
-            written[f"{name}{ending}"] = scale[..., ::rows, :: max(1, columns * scale.shape[-1] // codes.shape[-1])]
+            written[f"{name}{self.scale_ending(codes.shape)}"] = scale[
+                ..., ::rows, :: max(1, columns * scale.shape[-1] // codes.shape[-1])
+            ]
         return written
 
 

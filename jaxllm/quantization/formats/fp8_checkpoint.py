@@ -82,13 +82,17 @@ class Fp8Checkpoint(WeightFormat):
         they fit."""
         *lead, outputs, inputs = tensor.shape
         # A head may have another kind of scales than the layers.
-        names = [f"{tensor.name}{ending}" for ending in (str(self.scale_name).removeprefix("weight"), *_SCALE_ENDINGS)]
+        names = [f"{tensor.name}{ending}" for ending in (self.scale_ending(tensor.shape), *_SCALE_ENDINGS)]
         name = next((name for name in names if name in files.entries), names[0])
         shape = files.entries[name].shape if name in files.entries else ()
         if name not in files.entries or self._block_of(tensor.shape, shape) is None:
             rows, columns = self.block_shape or (1, inputs)
             shape = (*lead, math.ceil(outputs / rows), math.ceil(inputs / columns))
         return {tensor.name: Expected(tensor.shape), name: Expected(shape, SCALE_TYPES)}
+
+    def scale_ending(self, shape: tuple[int, ...]) -> str:
+        """What stands behind the name of a weight of this shape in that of its scale: of all experts, as transformers writes it."""
+        return _SCALE_ENDINGS[0] if len(shape) == 3 else str(self.scale_name).removeprefix("weight")
 
     def _block_of(self, weight: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
         """(outputs, inputs) that share a scale, where a weight and its scales have these shapes; None: they cannot have them."""
