@@ -365,8 +365,9 @@ def resolve_sizes(
     config: EngineConfig, model_dir: Path, *, device_bytes: int | None = None
 ) -> tuple[EngineConfig, ModelConfig]:
     """Resolve a config for a model and this machine's kind of device, whatever their number. device_bytes: resolve for GPUs on
-    which the engine may use this much memory instead."""
-    on_gpu = device_bytes is not None or backend() != "cpu"
+    which the engine may use this much memory instead, and for whose kind kernels were verified."""
+    is_here = device_bytes is None
+    on_gpu = not is_here or backend() != "cpu"
     asked, topology = config, Topology.of(config.parallel)
     if device_bytes is None:
         device_bytes = device_limit(topology.num_devices)[1]
@@ -395,7 +396,9 @@ def resolve_sizes(
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     options = config.compile
     is_checked = options.kernel_check != "off"
-    if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked):
+    if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked, is_here=is_here):
+        if not is_here and config.model.dequantize is None and model_config.without_kernels() != model_config:
+            logger.info("planned for GPUs with kernels for weights in 8 bits (Hopper); for others add --dequantize")
         model_config = model_config.in_tiles()
     elif on_gpu and config.model.dequantize is None:
         model_config = model_config.without_kernels()

@@ -59,6 +59,9 @@ class StoredExperts:
         codes = self.arrays["codes"].shape
         return (*codes[:-1], codes[-1] * numbers.NUMBERS[self.scheme.number].per_value)
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def __getitem__(self, index: Any) -> "StoredExperts":
         """The part at indices of leading dimensions."""
         return StoredExperts({name: array[index] for name, array in self.arrays.items()}, self.scheme)

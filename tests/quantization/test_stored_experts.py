@@ -255,7 +255,7 @@ def models(tmp_path_factory):
         ("mistral", {"tensor_parallel_size": 2}),
         ("mistral", {"attention_implementation": "triton"}),  # in tiles
         ("nemotron", {}),
-        ("nemotron", {"tensor_parallel_size": 2}),
+        ("nemotron", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )
 def test_logits_of_an_engine_are_those_of_the_widened_weights(models, name, options):
