@@ -225,8 +225,8 @@ class PackedFormat(WeightFormat):
     def of(self, weight: WeightSpec) -> Self:
         tensor = weight.plain.source.tensors[0]
         tiled = self._tiled(weight, self._declare_stored(weight)) if self.tiles else None
-        fields = {"transposed": tensor.transposed, "tiled": tiled, "has_kernels": weight.has_kernels}
-        return replace(self, weight_scheme=self._scheme_of(weight), **fields)
+        scheme, has_kernels = self._scheme_of(weight), weight.has_kernels
+        return replace(self, weight_scheme=scheme, transposed=tensor.transposed, tiled=tiled, has_kernels=has_kernels)
 
     @property
     def _scheme(self) -> Scheme:
