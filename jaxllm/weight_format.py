@@ -10,6 +10,7 @@ from jaxllm.layers.source import AnySource, Index, Module, Read, Tensor
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
+    from jaxllm.model_parts import MoE
 
 Array = Any
 """Of JAX, which this module does not import."""
@@ -38,6 +39,8 @@ class Options(NamedTuple):
     """The end of errors about unsupported formats."""
     stored_dtype: str = "float32"
     """The type of the checkpoint's plain numbers, as its config.json says."""
+    mixtures: tuple["MoE", ...] = ()
+    """The model's mixtures of experts."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class WeightSpec:
     """Whether devices split the dimensions that products contract."""
     split_outputs: int | None = None
     """The dimension of the outputs that devices split; None: each has them all. Weights of experts have one."""
+    has_kernels: bool = True
+    """Whether there are kernels for its products. Experts without a gate have none: plain JAX takes one expert at a time."""
 
 
 class Expected(NamedTuple):
@@ -169,6 +174,10 @@ class WeightFormat:
         Whatever is not supported is added to `faults`."""
         raise NotImplementedError
 
+    def others(self, options: Options) -> "tuple[WeightFormat, ...]":
+        """The formats of weights that a quantization_config describes too, and that are not in this one."""
+        return ()
+
     def covers(self, module: str) -> bool:
         """Whether a module, by its name in the checkpoint, is in this format."""
         raise NotImplementedError
@@ -207,6 +216,11 @@ class WeightFormat:
     @property
     def widens_in_products(self) -> bool:
         """Whether products may make their whole weight in the model's type first, for which the memory of steps has room."""
+        return False
+
+    @property
+    def widens_each(self) -> bool:
+        """Whether products of experts widen those that tokens choose, one at a time."""
         return False
 
     @property

@@ -80,8 +80,8 @@ FOOT = """
 {supported}
 
 `--quantization` makes 16-bit weights smaller while they load. Embedding, head, norms and what makes the gates of
-linear attention keep the model's type. So do experts without a gate (Nemotron 3), whose checkpoints in 8 or 4 bits are
-refused.
+linear attention keep the model's type. So do experts without a gate (Nemotron 3), unless a checkpoint has them in 8 or
+4 bits: no kernel multiplies these, and a step widens each expert that a token chooses.
 
 | value | weights | activations | bits per byte of the demo model |
 |---|---|---|---|
@@ -99,7 +99,8 @@ Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows
 |---|---|
 | fp8, a scale per channel or tensor, fp8 activations | as stored; products are computed in fp8, activations get a scale per token |
 | fp8, a scale per block (DeepSeek-V3, Qwen 3), of experts too | as stored, widened inside products; by channel with `--quantization fp8` |
-| fp8, a scale per channel or tensor, of experts; fp8 of heads and others outside of linear layers | 16 bits |
+| fp8, a scale per channel or tensor, of experts in one tensor (Mistral 4) or without a gate (Nemotron 3) | as stored, widened in products |
+| fp8, a scale per channel or tensor, of other experts; fp8 of heads and others outside of linear layers | 16 bits |
 | fp8 with plain activations, or of some layers where others are in another format | as stored, widened inside products |
 | NVFP4, MXFP4, MXFP8, int4, int8 | as stored, widened inside products; experts too, if each has its own tensors |
 | MXFP4 of gpt-oss's experts | as stored on a GPU in bfloat16; 16 bits elsewhere, and where devices would share a block of 32 values |

@@ -102,11 +102,14 @@ def attention_candidates(
     return found if wanted == "auto" else dict.fromkeys(found, (wanted,))
 
 
-def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bool) -> bool:
+def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bool, is_here: bool = True) -> bool:
     """Whether weights in 4 and 8 bits are laid out for kernels: those of this GPU take the model's type, or a CPU was asked for kernels.
 
     `wanted` is the option attention_implementation. Kernels that were not verified on this kind of GPU are used only where it names
-    kernels and is_checked says that they are checked; those of experts in tiles are newer than some records of `grouped_matmul`."""
+    kernels and is_checked says that they are checked; those of experts in tiles are newer than some records of `grouped_matmul`.
+    is_here: False for a GPU elsewhere, which is taken for one on which kernels were verified."""
+    if not is_here:
+        return wanted not in PLAIN and model.dtype == "bfloat16"
     if wanted in PLAIN or not on_gpu:
         return wanted not in ("auto", *PLAIN)
     if wanted == "auto" or not is_checked:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.layers.build import Widened, build_model
 from jaxllm.layers.decoder import CausalLM
-from jaxllm.layers.parameters import axes_of, parameters
+from jaxllm.layers.parameters import axes_of, parameters, weights
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Layer, MoE
@@ -152,7 +152,7 @@ class Prepared:
             )
 
         if starts and not on_cpu:
-            warn_of_widened_experts([stage.model for stage in stages], model_config.dtype)
+            tell_of_widened_experts([stage.model for stage in stages], model_config.dtype)
 
         def make(kernels: Kernels) -> DeviceRunner:
             of_kernels = resolved.replace(attention_implementation=kernels.attention)
@@ -334,8 +334,10 @@ def _store(config: EngineConfig, made_of: Callable[[], Fingerprint], mesh: Mesh)
     return None
 
 
-def warn_of_widened_experts(models: Iterable[nnx.Module], dtype: str) -> None:
-    """Warn if products on a GPU widen the weights of all experts in each step."""
+def tell_of_widened_experts(models: Sequence[nnx.Module], dtype: str) -> None:
+    """Log if products on a GPU widen the weights of experts in each step: of those that tokens choose, or of all, which is a warning."""
+    if any(weight.format.widens_each for model in models for weight in weights(model)):
+        logger.info("no kernel multiplies experts without a gate as they are stored: a step widens each that a token chooses")
     if any(Widened.of(model).experts for model in models):
         logger.warning(
             "each step widens the weights of all experts, because no kernel is chosen that multiplies them as they are stored: start with "
@@ -363,8 +365,9 @@ def resolve_sizes(
     config: EngineConfig, model_dir: Path, *, device_bytes: int | None = None
 ) -> tuple[EngineConfig, ModelConfig]:
     """Resolve a config for a model and this machine's kind of device, whatever their number. device_bytes: resolve for GPUs on
-    which the engine may use this much memory instead."""
-    on_gpu = device_bytes is not None or backend() != "cpu"
+    which the engine may use this much memory instead, and for whose kind kernels were verified."""
+    is_here = device_bytes is None
+    on_gpu = not is_here or backend() != "cpu"
     asked, topology = config, Topology.of(config.parallel)
     if device_bytes is None:
         device_bytes = device_limit(topology.num_devices)[1]
@@ -393,7 +396,9 @@ def resolve_sizes(
     model_config = _split(_with_redundant_experts(config, model_config), topology.tensor)
     options = config.compile
     is_checked = options.kernel_check != "off"
-    if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked):
+    if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked, is_here=is_here):
+        if not is_here and config.model.dequantize is None and model_config.without_kernels() != model_config:
+            logger.info("planned for GPUs with kernels for weights in 8 bits (Hopper); for others add --dequantize")
         model_config = model_config.in_tiles()
     elif on_gpu and config.model.dequantize is None:
         model_config = model_config.without_kernels()

@@ -1,7 +1,6 @@
 """A mixture of experts."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jaxllm.model_parts import MoE
 from jaxllm.model_parts.mlp import INTO_LATENT, OUT_OF_LATENT
 from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import Shards
-from jaxllm.weight_format import ParamSpec, WeightFormat, WeightSpec
+from jaxllm.weight_format import ParamSpec, WeightSpec
 from pallas_kernels.quantize import scaled
 
 
@@ -28,7 +27,7 @@ class MixtureOfExperts(nnx.Module):
     """The weighted sum of a few experts' results for each token, and those of shared experts. Source: arXiv:1701.06538.
 
     Weights of experts are output-major, as checkpoints hold them: gate_up [P, 2, F, D], without a gate [P, 1, F, D], and down
-    [P, D, F], arrays or in 4 bits, in as many slots P as there are experts and redundant copies of some.
+    [P, D, F], arrays or in 4 or 8 bits, in as many slots P as there are experts and redundant copies of some.
     """
 
     quantizes_inputs = False
@@ -60,10 +59,8 @@ class MixtureOfExperts(nnx.Module):
         axes = (experts, "gate_up", width, "embed")
         P = len(part.slots)
         gate_up_source, down_source = (_in_slots(source, part) for source in _sources(config, part, gates, down))
-        # Experts without a gate are computed from plain weights alone.
-        formats = config.formats if part.gated else ()
-        self.gate_up = _weight(config.dtype, formats, (P, C, F, L), axes, gate_up_source)
-        self.down = _weight(config.dtype, formats, (P, L, F), (experts, "embed", width), down_source)
+        self.gate_up = _weight(config, part, (P, C, F, L), axes, gate_up_source)
+        self.down = _weight(config, part, (P, L, F), (experts, "embed", width), down_source)
         self.gate_up_bias = self.down_bias = nnx.data(None)
         if part.bias:
             assert part.alternating, "no family stores other experts' biases"
@@ -101,7 +98,7 @@ class MixtureOfExperts(nnx.Module):
         step.note_choice(self.name, expert_Tk)
         taken_TD = x_TD if self.into_latent is None else step.product(self.into_latent, x_TD, start)
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
-        if isinstance(gate_up_E2FD, Array) or isinstance(down_EDF, Array):
+        if self.part.gated and (isinstance(gate_up_E2FD, Array) or isinstance(down_EDF, Array)):
             gate_up_E2FD, down_EDF = _arrays(gate_up_E2FD, down_EDF, x_TD.dtype)
         if self.part.weighs_input:
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
@@ -166,12 +163,13 @@ def _scores(x_TD: Array, weight_ED: Array) -> Array:
 
 
 def _weight(
-    dtype: str, formats: Sequence[WeightFormat], shape: tuple[int, ...], axes: tuple[str, ...], source: Source | Stacked
+    config: ModelConfig, part: MoE, shape: tuple[int, ...], axes: tuple[str, ...], source: Source | Stacked
 ) -> nnx.Param | PackedWeight:
     *_, splits_outputs, splits_inputs = (MESH_AXES[axis] is not None for axis in axes)
-    spec = ParamSpec(shape, axes, dtype, source)
     split_outputs = 0 if splits_outputs else None
-    return declare(formats, WeightSpec(spec, splits_inputs=splits_inputs, split_outputs=split_outputs))
+    spec = ParamSpec(shape, axes, config.dtype, source)
+    weight = WeightSpec(spec, splits_inputs=splits_inputs, split_outputs=split_outputs, has_kernels=part.gated)
+    return declare(config.formats, weight)
 
 
 def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tuple[Source | Stacked, Source | Stacked]:

@@ -26,7 +26,7 @@ def plain_experts(
     first_expert: int | Array = 0,
 ) -> Array:
     """The weighted sum [T, D] of the chosen experts' results, as `pallas_kernels.grouped_matmul.experts`: a loop over tiles of pairs of
-    token and choice (P), each of one expert."""
+    token and choice (P), each of one expert. Weights are arrays, or what is one when an expert is taken (`packed.StoredExperts`)."""
     num_experts, width, _ = down_EDF.shape
     expert_P = local_experts(expert_Tk, None, first_expert, num_experts)
     num_pairs = len(expert_P)

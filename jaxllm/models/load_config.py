@@ -64,7 +64,8 @@ def load_model_config(
         raise ConfigError(f"runner is generate, but {directory} is a model without a head for text, which makes {made} only")
     dtype = _dtype(reader, dtype, on_gpu)
     stored_dtype = _stored_dtype(raw) if _stored_dtype(raw) in DTYPES else dtype
-    asked = Options(quantization, dequantize, on_gpu, dtype, config.names.unquantized, stored_dtype=stored_dtype)
+    plain, mixtures = config.names.unquantized, config.mixtures
+    asked = Options(quantization, dequantize, on_gpu, dtype, plain, stored_dtype=stored_dtype, mixtures=mixtures)
     formats = read_formats(_named(raw.get("quantization_config"), config.names), asked, reader.faults)
     for format in formats:
         reader.faults.extend(format.faults(config))

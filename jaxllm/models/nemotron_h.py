@@ -24,7 +24,8 @@ DEFAULTS = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
-NAMES = Names("backbone.embeddings", "backbone.layers.{}", ignored=("mtp.",))
+# No kernel computes experts without a gate from few bits: only a checkpoint that has them so asks for it.
+NAMES = Names("backbone.embeddings", "backbone.layers.{}", ignored=("mtp.",), unquantized=("mixer.experts",))
 KINDS = {"M": "M", "mamba": "M", "linear_attention": "M", "*": "*", "attention": "*", "full_attention": "*"}
 KINDS |= {"-": "-", "mlp": "-", "E": "E", "moe": "E"}
 """The letter of hybrid_override_pattern for each name of a layer's part."""
@@ -84,8 +85,6 @@ def _mlp(c: ConfigReader, name: str, width: int) -> MLP:
 
 def _moe(c: ConfigReader) -> MoE:
     c.refuse_unless("mlp_bias", False)
-    if c.raw.get("quantization_config"):
-        c.faults.append("quantization_config is set, and experts without a gate are computed from 16 or 32 bits alone")
     return replace(
         sigmoid_moe(c, "float32"),
         activation="relu2",

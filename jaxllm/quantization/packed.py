@@ -1,6 +1,8 @@
 """Products with weights of 4 and 8 bits, widened inside the product."""
 
 import functools
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,31 @@ def _dot(x: Array, weight: Array) -> Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contracted = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     return lax.dot_general(x, weight, contracted, precision=precision, preferred_element_type=jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StoredExperts:
+    """Weights of experts [*lead, outputs, inputs] as stored, of which those that are taken are widened."""
+
+    arrays: Arrays
+    scheme: Scheme = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        codes = self.arrays["codes"].shape
+        return (*codes[:-1], codes[-1] * numbers.NUMBERS[self.scheme.number].per_value)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> "StoredExperts":
+        """The part at indices of leading dimensions."""
+        return StoredExperts({name: array[index] for name, array in self.arrays.items()}, self.scheme)
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> Array:
+        """The values, computed in float32."""
+        return widen(self.arrays, self.scheme, dtype)
 
 
 def rounded_arrays(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine import prepare, step_sizes
 from jaxllm.engine.prepare import Prepared, resolve_sizes
+from jaxllm.engine_plan import plan_engine
 from jaxllm.errors import ConfigError
 from jaxllm.layers.build import build_model
 from jaxllm.loaders.load import load_weights
@@ -187,7 +188,7 @@ def test_a_directory_that_is_no_artifact_is_an_error_before_anything_is_loaded()
 def test_experts_that_each_step_widens_are_told(caplog):
     config = load_model_config(goldens.FOLDER / "qwen3_moe", quantization="int8").for_tensor_parallel(1)
     for each, count in ((config.in_tiles(), 0), (config, 1)):
-        prepare.warn_of_widened_experts([build_model(each)], "bfloat16")
+        prepare.tell_of_widened_experts([build_model(each)], "bfloat16")
         assert sum("--dequantize if they fit into memory in bfloat16" in text for text in caplog.messages) == count
 
 
@@ -204,3 +205,21 @@ def test_fp8_blocks_stay_as_stored_on_a_gpu_that_has_kernels_for_them_or_if_aske
     )
     _, model_config = prepare.resolve_sizes(config, goldens.FOLDER / "qwen3", device_bytes=16 << 30)
     assert [format.computes for format in model_config.formats] == [is_stored]
+
+
+def test_a_plan_for_gpus_elsewhere_has_fp8_blocks_as_kernels_take_them(caplog):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    given = {**sizes, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+    def planned(**options):
+        options = {"hf_overrides": given, "skip_tokenizer_init": True, "load_format": "dummy", **options}
+        config = EngineConfig.from_options(model=str(goldens.FOLDER / "qwen3"), **options)
+        return plan_engine(config, device_bytes=8 << 30).memory.weight_bytes
+
+    in_layers = 2 * 256 * (2 * 8 * 32 + 2 * 2 * 32 + 3 * 512)
+    others = 2 * (128 * 256 + 5 * 256 + 2 * 2 * 32)  # embedding and norms, in 16 bits
+    with caplog.at_level(logging.INFO, "jaxllm"):
+        assert planned() == in_layers + 4 * in_layers // 128 + others  # a float32 scale for 128 inputs of each output
+        wide = {planned(**each) for each in ({"dequantize": True}, {"dtype": "float16"}, {"attention_implementation": "xla"})}
+    assert wide == {2 * in_layers + others}
+    assert sum("for others add --dequantize" in text for text in caplog.messages) == 1

@@ -7,6 +7,8 @@ import pytest
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.model_parts import MLP, Attention, Mamba2, MoE, ShortConv
 from jaxllm.models.load_config import load_model_config
+from jaxllm.quantization.formats.fp8 import Fp8
+from jaxllm.quantization.formats.fp8_experts import Fp8Experts
 
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"],
@@ -95,5 +97,5 @@ def test_nemotron(read):
         config.for_tensor_parallel(16)
     with pytest.raises(ModelLoadError, match="hybrid_override_pattern or layers_block_type is 'MX', must consist of M, mamba"):
         read(NEMOTRON, hybrid_override_pattern="MX")
-    with pytest.raises(ModelLoadError, match="experts without a gate are computed from 16 or 32 bits alone"):
-        read(NEMOTRON, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    stored = read(NEMOTRON, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    assert [type(format) for format in stored.formats] == [Fp8, Fp8Experts]

@@ -34,6 +34,6 @@ def read_formats(given: Any, options: Options, faults: list[str]) -> tuple[Weigh
     options, found = options._replace(supported=supported), []
     for kind in kinds():
         if (format := kind.read(given if kind in claiming else {}, options, faults)) is not None:
-            found.append(format)
+            found += [format, *format.others(options)]
             options = options._replace(unquantized=(*options.unquantized, *format.excluded))
     return tuple(found)

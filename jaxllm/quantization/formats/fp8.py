@@ -1,5 +1,6 @@
 """Weights as 8-bit floats with a scale per output channel: as a checkpoint holds them, or quantised while loading."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxllm.layers.source import Index, Source, Tensor, output_major
 from jaxllm.quantization.formats.fp8_checkpoint import TYPE, Fp8Checkpoint, read_checkpoint
+from jaxllm.quantization.formats.fp8_experts import Fp8Experts
 from jaxllm.quantization.formats.patterns import partly_covered
 from jaxllm.weight_format import (
     Array,
@@ -54,6 +56,12 @@ class Fp8(Fp8Checkpoint):
             return cls(computes=computes, ignored=options.unquantized) if computes else None
         fields = read_checkpoint(given, options, faults)
         return None if fields is None else cls(computes=computes or options.quantization is None, **fields)
+
+    def others(self, options: Options) -> tuple[WeightFormat, ...]:
+        if self.scale_name is None or not any(map(Fp8Experts.has, options.mixtures)):
+            return ()
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Fp8Checkpoint)}
+        return (Fp8Experts(computes=self.computes and not options.dequantize, **fields),)
 
     def faults(self, config: "ModelConfig") -> list[str]:
         return [] if self.scale_name is None else partly_covered(self.covers, config.linears())

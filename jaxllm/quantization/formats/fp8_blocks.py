@@ -9,11 +9,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from jaxllm.errors import ModelLoadError
-from jaxllm.layers.source import Tensor
-from jaxllm.quantization.formats.fp8_checkpoint import SCALE_TYPES, STORED_TYPE, Fp8Checkpoint, has_blocks, read_checkpoint
-from jaxllm.quantization.formats.packed import PackedFormat, module_of, parts_by_module
+from jaxllm.layers.source import AnySource, Source, Tensor
+from jaxllm.quantization.formats.fp8_checkpoint import STORED_TYPE, Fp8Checkpoint, has_blocks, read_checkpoint
+from jaxllm.quantization.formats.packed import PART, PackedFormat, ReadPart, parts_by_module
 from jaxllm.quantization.numbers import Scheme
-from jaxllm.weight_format import Expected, Files, Options, ParamSpec
+from jaxllm.weight_format import Expected, Files, Options, ParamSpec, Reader
+
+_OTHERWISE = "config.json says that it is fp8; add the module to those that are not quantised, by --hf-overrides"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,66 +47,72 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
         return replace(self, computes=False)
 
     def scheme(self, module: str) -> Scheme | None:
-        return _scheme(self._block[1]) if self.covers(module) else None
+        return _scheme(None if self.block_shape is None else self.block_shape[1]) if self.covers(module) else None
 
     def scheme_of(self, module: str, num_inputs: int) -> Scheme | None:
         """In groups that divide the inputs: a block that the end cuts is several."""
-        return _scheme(math.gcd(self._block[1], num_inputs)) if self.covers(module) else None
+        return _scheme(self._group(num_inputs)) if self.covers(module) else None
 
-    @property
-    def _block(self) -> tuple[int, int]:
-        assert self.block_shape is not None
-        return self.block_shape
+    def _group(self, num_inputs: int) -> int | None:
+        """Inputs of a group; None: all of an output."""
+        return None if self.block_shape is None else math.gcd(self.block_shape[1], num_inputs)
 
     def told(self, dtype: str) -> str:
-        told = self.told_of(f"fp8 with a scale per {'x'.join(map(str, self._block))} block", dtype)
+        told = self.told_of(self._kind, dtype)
         return f"{told}; activations stay {dtype}, which is more exact" if self.computes else told
 
-    def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
-        shape = num_outputs, num_inputs
-        blocks = tuple(math.ceil(size / of_block) for size, of_block in zip(shape, self._block, strict=True))
-        otherwise = "config.json says that it is fp8; add the module to those that are not quantised, by --hf-overrides"
-        return {
-            f"{module}.weight": Expected(shape, (STORED_TYPE,), otherwise),
-            f"{module}.{self.scale_name}": Expected(blocks, SCALE_TYPES),
-        }
+    @property
+    def _kind(self) -> str:
+        assert self.block_shape is not None
+        return f"fp8 with a scale per {'x'.join(map(str, self.block_shape))} block"
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
-        """As `stored`, but scales have the names and shapes that the checkpoint has, where they fit."""
+        """Scales with the names and shapes that the checkpoint has, where they fit."""
         found: dict[str, Expected] = {}
         for tensor in parts["codes"].source.tensors:
-            weight = _weight(module_of(tensor), tensor.shape[0], self._num_inputs(parts))
+            weight = _weight(tensor, self._num_inputs(parts))
             found |= self.tensors(weight, files)
-            found[weight.name] = self.stored(module_of(tensor), *weight.shape)[weight.name]
+            found[weight.name] = Expected(weight.shape, (STORED_TYPE,), _OTHERWISE)
         return found
 
-    def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
-        weight = _weight(module, num_outputs, num_inputs)
+    def takes_experts(self, source: AnySource) -> bool:
+        """Also those of one tensor with all experts, whose inputs are last."""
+        return super().takes_experts(source) or (isinstance(source, Source) and source == source.output_major())
+
+    def reading(self, num_inputs: int, reader: Reader) -> ReadPart:
+        return lambda part, tensor: self._part(part, _weight(tensor, num_inputs), reader)
+
+    def _part(self, name: str, weight: Tensor, files: Files) -> np.ndarray:
+        *_, num_inputs = weight.shape
         if name == "codes":
             return files.tensor(weight.name)
-        scale, (rows, columns) = self.scales(weight, files)
+        scale, row_of_output, columns = self.scales(weight, files)
         if not np.isfinite(scale).all():
             raise ModelLoadError(
                 f"{np.sum(~np.isfinite(scale))} scales of {weight.name} are no numbers; the file is damaged, or of another format"
             )
-        group = math.gcd(self._block[1], num_inputs)
-        return scale[np.arange(num_outputs)[:, None] // rows, np.arange(0, num_inputs, group) // columns]
+        group = self._group(num_inputs) or num_inputs
+        return scale[row_of_output[:, None], np.arange(0, num_inputs, group) // columns]
 
     def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         written, parts = parts_by_module(tensors)
         for module, arrays in parts.items():
             codes, scale = arrays["codes"], arrays["scale"]
-            rows, columns = self._block
-            written[f"{module}.weight"] = codes
-            written[f"{module}.{self.scale_name}"] = scale[::rows, :: columns * scale.shape[1] // codes.shape[1]]
+            rows, columns = self.block_shape or (1, codes.shape[-1])
+            name = f"{module}.weight" if codes.ndim == 2 else module
+            written[name] = codes
+            written[f"{name}{self.scale_ending(codes.shape)}"] = scale[
+                ..., ::rows, :: max(1, columns * scale.shape[-1] // codes.shape[-1])
+            ]
         return written
 
 
 @functools.cache
-def _scheme(group: int) -> Scheme:
+def _scheme(group: int | None) -> Scheme:
     return Scheme("e4m3", group)
 
 
-def _weight(module: str, num_outputs: int, num_inputs: int) -> Tensor:
-    shape = (num_outputs, num_inputs)
-    return Tensor(f"{module}.weight", shape, shape)
+def _weight(part: Tensor, num_inputs: int) -> Tensor:
+    """The weight [N, inputs], or those of all experts [E, N, inputs], that a tensor of a part is of."""
+    shape = (*part.shape[:-1], num_inputs)
+    return Tensor(part.name.partition(PART)[0], shape, shape)

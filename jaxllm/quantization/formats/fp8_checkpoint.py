@@ -17,7 +17,7 @@ from jaxllm.quantization.formats.patterns import matches_any, read_names
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat
 
 TYPE, STORED_TYPE = "float8_e4m3fn", "F8_E4M3"
-_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+_SCALE_ENDINGS = ("_scale_inv", "_scale")
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
@@ -39,7 +39,7 @@ class Fp8Checkpoint(WeightFormat):
     """Scales of activations are stored. They are not used: activations stay as they are, or each token gets a scale in every step."""
 
     methods: ClassVar[tuple[str, ...]] = ("fp8", "compressed-tensors")
-    unused: ClassVar[str] = rf"\.(input_scale|activation_scale|{UNUSED})$"
+    unused: ClassVar[str] = rf"(\.(input_scale|activation_scale|{UNUSED})|_proj_activation_scale)$"
 
     @property
     def kv_scales(self) -> WeightFormat | None:
@@ -64,30 +64,44 @@ class Fp8Checkpoint(WeightFormat):
 
     def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
         module, entry = tensor.name.removesuffix(".weight"), files.entries.get(tensor.name)
-        if self.scale_name is None or module == tensor.name or len(tensor.shape) != 2 or tensor.transposed:
+        of_all_experts = module == tensor.name and len(tensor.shape) == 3 and _is_output_major(tensor)
+        if (
+            self.scale_name is None
+            or tensor.transposed
+            or not (of_all_experts or module != tensor.name and len(tensor.shape) == 2)
+        ):
             return {}
         if module in files.linears and self.block_shape is not None:
             return self.tensors(tensor, files) if self.covers(module) else {}
-        is_fp8 = (
-            entry is not None and entry.dtype == STORED_TYPE and any(f"{module}.{n}" in files.entries for n in _SCALE_NAMES)
-        )
+        has_scale = of_all_experts or any(f"{tensor.name}{ending}" in files.entries for ending in _SCALE_ENDINGS)
+        is_fp8 = entry is not None and entry.dtype == STORED_TYPE and has_scale
         return self.tensors(tensor, files) if is_fp8 else {}
 
     def tensors(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
-        """The values of a weight, and its scale: with the name and shape that the checkpoint has, if they fit."""
-        module = tensor.name.removesuffix(".weight")
+        """The values of a weight, or of those of all experts [E, N, K], and its scale: with the name and shape that the checkpoint has, if
+        they fit."""
+        *lead, outputs, inputs = tensor.shape
         # A head may have another kind of scales than the layers.
-        names = [f"{module}.{name}" for name in (self.scale_name, *_SCALE_NAMES)]
+        names = [f"{tensor.name}{ending}" for ending in (self.scale_ending(tensor.shape), *_SCALE_ENDINGS)]
         name = next((name for name in names if name in files.entries), names[0])
         shape = files.entries[name].shape if name in files.entries else ()
-        if name not in files.entries or self._block_of(tensor, shape) is None:
-            rows, columns = self.block_shape or (1, tensor.shape[1])
-            shape = (math.ceil(tensor.shape[0] / rows), math.ceil(tensor.shape[1] / columns))
+        if name not in files.entries or self._block_of(tensor.shape, shape) is None:
+            rows, columns = self.block_shape or (1, inputs)
+            shape = (*lead, math.ceil(outputs / rows), math.ceil(inputs / columns))
         return {tensor.name: Expected(tensor.shape), name: Expected(shape, SCALE_TYPES)}
 
-    def _block_of(self, tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """(outputs, inputs) that share a scale, where scales of a weight have this shape; None: they cannot have it."""
-        (outputs, inputs), (rows, columns) = tensor.shape, self.block_shape or BLOCK
+    def scale_ending(self, shape: tuple[int, ...]) -> str:
+        """What stands behind the name of a weight of this shape in that of its scale: of all experts, as transformers writes it."""
+        return _SCALE_ENDINGS[0] if len(shape) == 3 else str(self.scale_name).removeprefix("weight")
+
+    def _block_of(self, weight: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """(outputs, inputs) that share a scale, where a weight and its scales have these shapes; None: they cannot have them."""
+        *lead, outputs, inputs = weight
+        if lead:
+            has_halves = shape == (*lead, 2, 1) and outputs % 2 == 0  # a scale of the gate and one of up
+            found = self._block_of(weight[1:], shape[1:]) if shape[:1] == weight[:1] else None
+            return found or ((outputs // 2, inputs) if has_halves else None)
+        rows, columns = self.block_shape or BLOCK
         blocks = math.ceil(outputs / rows), math.ceil(inputs / columns)
         if math.prod(shape) == 1:
             return outputs, inputs
@@ -95,22 +109,25 @@ class Fp8Checkpoint(WeightFormat):
             return rows, columns
         return (1, inputs) if shape in ((outputs,), (outputs, 1)) else None
 
-    def scales(self, tensor: Tensor, files: Files) -> tuple[np.ndarray, tuple[int, int]]:
-        """The scales of a weight, float32 [blocks of outputs, blocks of inputs], and the (outputs, inputs) of a block."""
+    def scales(self, tensor: Tensor, files: Files) -> tuple[np.ndarray, np.ndarray, int]:
+        """The scales of a weight, float32 [blocks of outputs, blocks of inputs], the block of each output, and the inputs of a block."""
+        *lead, outputs, inputs = tensor.shape
         _, name = self.tensors(tensor, files)
         scale = files.tensor(name)
-        block = self._block_of(tensor, scale.shape)
+        block = self._block_of(tensor.shape, scale.shape)
         assert block is not None, "checked before"
-        blocks = (math.ceil(size / of_block) for size, of_block in zip(tensor.shape, block, strict=True))
-        return scale.astype(np.float32).reshape(*blocks), block
+        rows, columns = block
+        wide = scale.astype(np.float32).reshape(-1, math.ceil(inputs / columns))
+        first = np.arange(math.prod(lead))[:, None] * math.ceil(outputs / rows)
+        return wide, (first + np.arange(outputs) // rows).ravel(), columns
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """Float32."""
-        (scale, (rows, columns)), (outputs, inputs) = self.scales(tensor, files), tensor.shape
+        (scale, row_of_output, columns), inputs = self.scales(tensor, files), tensor.shape[-1]
         # The view's last dimensions are the inputs.
         split = next(i for i in range(len(tensor.view)) if math.prod(tensor.view[i:]) == inputs)
         by_output = replace(tensor, view=tensor.view[:split])
-        row = by_output.read(np.arange(outputs) // rows, index[:split]).ravel()
+        row = by_output.read(row_of_output, index[:split]).ravel()
         column = (np.arange(inputs) // columns).reshape(tensor.view[split:])[index[split:]].ravel()
         part = files.stored(tensor, index)
         wide = part.astype(np.float32).reshape(len(row), len(column))
@@ -119,6 +136,11 @@ class Fp8Checkpoint(WeightFormat):
             # A row of blocks at a time: a scale for every value would take as much memory as the weights.
             wide[start:stop] *= scale[row[start]][column]
         return wide.reshape(part.shape)
+
+
+def _is_output_major(tensor: Tensor) -> bool:
+    """Whether a tensor of all experts has the inputs last, as its view has."""
+    return tensor.view[-1] == tensor.shape[-1]
 
 
 def read_checkpoint(given: Mapping[str, Any], options: Options, faults: list[str]) -> dict[str, Any] | None:

@@ -74,6 +74,8 @@ class PackedFormat(WeightFormat):
     """A checkpoint in no format has the inputs of this weight first."""
     tiled: Tiled | None = None
     """This weight in tiles; None: it is as stored."""
+    has_kernels: bool = True
+    """See `WeightSpec.has_kernels`, of this weight."""
 
     may_widen: ClassVar[bool] = True
 
@@ -153,7 +155,7 @@ class PackedFormat(WeightFormat):
 
     def _tiled(self, weight: WeightSpec, stored: dict[str, ParamSpec] | None) -> Tiled | None:
         """A weight in tiles; None: it stays as stored, because no kernel takes it. stored: see `_declare_stored`."""
-        if not self.tiles or stored is None:
+        if not self.tiles or stored is None or not weight.has_kernels:
             return None
         from jaxllm.quantization.tiles import takes
 
@@ -174,7 +176,7 @@ class PackedFormat(WeightFormat):
 
     def _declare_stored(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         plain, n = weight.plain, weight.num_contracted
-        if not self.computes or not (weight.modules or isinstance(plain.source, Stacked)):
+        if not self.computes or not (weight.modules or self.takes_experts(plain.source)):
             return None
         if weight.modules:
             (shape, axes), inputs, inputs_axis = (plain.shape[n:], plain.axes[n:]), plain.shape[:n], plain.axes[0]
@@ -185,7 +187,7 @@ class PackedFormat(WeightFormat):
             return None
         module = module_of(plain.source.tensors[0])
         number, num_groups = NUMBERS[scheme.number], self._num_groups(scheme, module, num_inputs, is_split)
-        num_outputs = len(weight.modules[0].outputs) if weight.modules else 1
+        num_outputs = len(weight.modules[0].outputs) if weight.modules else len(plain.source.tensors[0].view) - 1
 
         def spec(part: str, dtype: str, width: int, axis: str) -> ParamSpec:
             return ParamSpec((*shape, width), (*axes, axis), dtype, _source(plain.source, part, num_outputs, width))
@@ -200,6 +202,10 @@ class PackedFormat(WeightFormat):
         if scheme.factor:
             parts["factor"] = ParamSpec(shape, axes, "float32", _source(plain.source, "factor", num_outputs, None))
         return parts
+
+    def takes_experts(self, source: AnySource) -> bool:
+        """Whether weights of experts from this source may be in this format: those of a tensor each."""
+        return isinstance(source, Stacked)
 
     def _num_groups(self, scheme: Scheme, module: str, num_inputs: int, is_split: bool) -> int:
         """Groups of each output, so fine that no device has a part of one."""
@@ -219,7 +225,8 @@ class PackedFormat(WeightFormat):
     def of(self, weight: WeightSpec) -> Self:
         tensor = weight.plain.source.tensors[0]
         tiled = self._tiled(weight, self._declare_stored(weight)) if self.tiles else None
-        return replace(self, weight_scheme=self._scheme_of(weight), transposed=tensor.transposed, tiled=tiled)
+        scheme, has_kernels = self._scheme_of(weight), weight.has_kernels
+        return replace(self, weight_scheme=scheme, transposed=tensor.transposed, tiled=tiled, has_kernels=has_kernels)
 
     @property
     def _scheme(self) -> Scheme:
@@ -232,7 +239,11 @@ class PackedFormat(WeightFormat):
 
     @property
     def widens_in_products(self) -> bool:
-        return self.computes and self.tiled is None
+        return self.computes and self.has_kernels and self.tiled is None
+
+    @property
+    def widens_each(self) -> bool:
+        return self.computes and not self.has_kernels
 
     def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
         from jaxllm.quantization import packed, tiles
@@ -242,14 +253,14 @@ class PackedFormat(WeightFormat):
         return packed.product(arrays, self._scheme, x, shards)
 
     def operand(self, arrays: Arrays) -> Any:
-        """Not in tiles: float32, which whoever takes it rounds to the model's type."""
+        """Not in tiles: float32, which whoever takes it rounds to the model's type; without kernels `StoredExperts`."""
         if self.tiled is not None:
             from jaxllm.quantization.tiles import experts
 
             return experts(arrays, self._scheme.number)
-        from jaxllm.quantization.packed import widen
+        from jaxllm.quantization.packed import StoredExperts, widen
 
-        return widen(arrays, self._scheme, "float32")
+        return widen(arrays, self._scheme, "float32") if self.has_kernels else StoredExperts(arrays, self._scheme)
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
         found: dict[str, Expected] = {}
@@ -387,8 +398,8 @@ def _whole(read: ReadPart, part: str, tensor: Tensor) -> np.ndarray:
     """A part of a module's weight as the tensor is: with a scale for each piece of a group that devices share."""
     array = read(part, tensor)
     if part not in ("codes", "factor"):
-        finer = tensor.shape[1] // array.shape[1]
-        return array if finer == 1 else np.repeat(array, finer, axis=1)
+        finer = tensor.shape[-1] // array.shape[-1]
+        return array if finer == 1 else np.repeat(array, finer, axis=-1)
     return array
 
 
@@ -403,12 +414,9 @@ def _source(plain: AnySource, part: str, num_outputs: int, width: int | None) ->
     last = () if width is None else (width,)
 
     def part_of(tensor: Tensor) -> Tensor:
-        name, shape, view = (
-            f"{tensor.name}{PART}{part}",
-            (tensor.shape[-1 if tensor.transposed else 0], *last),
-            (*tensor.view[:num_outputs], *last),
-        )
-        return replace(tensor, name=name, shape=shape, view=view, transposed=False)
+        name, outputs = f"{tensor.name}{PART}{part}", tensor.shape[-1:] if tensor.transposed else tensor.shape[:-1]
+        view = (*tensor.view[:num_outputs], *last)
+        return replace(tensor, name=name, shape=(*outputs, *last), view=view, transposed=False)
 
     tensors = tuple(map(part_of, plain.tensors))
     if isinstance(plain, Stacked):
