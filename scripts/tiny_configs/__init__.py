@@ -213,6 +213,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         hidden_size_per_layer_input=12,
         num_kv_shared_layers=3,
         use_double_wide_mlp=True,
+        tie_word_embeddings=False,
     ),
     "gemma4_dense": Gemma4UnifiedTextConfig(
         **{**GEMMA4, "num_hidden_layers": 6, "num_key_value_heads": 4}, attention_k_eq_v=True, num_global_key_value_heads=1
@@ -227,6 +228,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         num_experts=8,
         top_k_experts=3,
         moe_intermediate_size=24,
+        tie_word_embeddings=False,
     ),
     "phi3": Phi3Config(**SIZES, sliding_window=16),
     "phi3_longrope": Phi3Config(
