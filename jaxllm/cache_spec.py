@@ -10,7 +10,10 @@ A block belongs to one group at a time, so the layers below each other above sha
 or values of whichever group the block belongs to. All groups take their blocks from one pool. A model whose layers all have one
 policy has one group, and arrays for each layer.
 
-Layers that keep a state by row are in no group. Their arrays come behind those of blocks.
+Where the heads of one policy are wider than those of another, a block of an array holds several layers of the smaller keys, one
+behind the other: seen as an array of so many times the blocks, it has block b of the i-th of n layers in place n b + i.
+
+A layer that reads the keys and values of an earlier one is in no group, and has the place of that layer. Layers that keep a state by row are in no group. Their arrays come behind those of blocks.
 """
 
 import bisect
@@ -156,7 +159,16 @@ class EncodedState(RowState):
     """
 
 
-def cache_specs(config: ModelConfig, *, disable_windows: bool = False, num_drafts: int = 0) -> tuple[CacheSpec | RowState, ...]:
+@dataclass(frozen=True)
+class SharedCache:
+    """Keys and values of an earlier layer, which alone writes them."""
+
+    layer: int
+
+
+def cache_specs(
+    config: ModelConfig, *, disable_windows: bool = False, num_drafts: int = 0
+) -> tuple[CacheSpec | RowState | SharedCache, ...]:
     """The spec of each layer of a model; behind them, in the same order, those of layers' attention to an encoder (`encoded_layer`).
     disable_windows: layers with a sliding window keep all tokens too. num_drafts: most of a row in a step."""
     of_layers = tuple(_spec(layer.attention, config, disable_windows, num_drafts) for layer in config.layers)
@@ -179,7 +191,7 @@ def row_bytes(config: ModelConfig) -> int:
     return sum(spec.bytes_per_row for spec in cache_specs(config) if isinstance(spec, RowState))
 
 
-def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bool, num_drafts: int) -> CacheSpec | RowState:
+def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bool, num_drafts: int) -> CacheSpec | RowState | SharedCache:
     dtype = config.kv_cache_dtype
     if attention is None:
         return RowState(())
@@ -195,6 +207,8 @@ def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bo
         return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
     if config.encoder is not None:
         return NoCache()
+    if attention.reads_layer is not None:
+        return SharedCache(attention.reads_layer)
     shape = (attention.num_kv_heads, attention.head_dim, dtype)
     return FullCache(*shape) if attention.window is None or disable_windows else WindowCache(*shape, attention.window)
 
@@ -208,6 +222,16 @@ class CacheGroup:
 
 
 @dataclass(frozen=True)
+class CacheView:
+    """One of several layers in each block of an array."""
+
+    num_layers: int
+    index: int
+    num_heads: int
+    width: int
+
+
+@dataclass(frozen=True)
 class LayerPlace:
     """Where a layer finds what it keeps."""
 
@@ -215,6 +239,8 @@ class LayerPlace:
     """None: a state by row."""
     arrays: tuple[int, ...]
     """Indices in `CacheLayout.arrays` and, behind them, `CacheLayout.states`."""
+    view: "CacheView | None" = None
+    """How blocks of these arrays hold its keys; None: as they are."""
 
 
 _ELSEWHERE = LayerPlace(None, ())
@@ -312,12 +338,12 @@ class CacheLayout:
         return replace(self, groups=tuple(groups), arrays=kept, states=tuple(states), places=tuple(places))
 
 
-def cache_layout(specs: Sequence[CacheSpec | RowState], *, block_size: int, max_step_tokens: int) -> CacheLayout:
+def cache_layout(specs: Sequence[CacheSpec | RowState | SharedCache], *, block_size: int, max_step_tokens: int) -> CacheLayout:
     """Group the layers: full attention first, then by the first layer of a policy.
 
     Raises ConfigError for a model in which no layer keeps blocks: they are how requests are admitted and limited.
     """
-    in_blocks = {layer: spec for layer, spec in enumerate(specs) if not isinstance(spec, RowState)}
+    in_blocks = {layer: spec for layer, spec in enumerate(specs) if not isinstance(spec, (RowState, SharedCache))}
     if not in_blocks:
         raise ConfigError(
             "no layer of the model has a KV cache, only states by row; a model needs a layer with attention to run here"
@@ -325,27 +351,31 @@ def cache_layout(specs: Sequence[CacheSpec | RowState], *, block_size: int, max_
     layers_of: dict[CachePolicy, list[int]] = {}
     for layer, spec in sorted(in_blocks.items(), key=lambda item: item[1].policy != FULL):
         layers_of.setdefault(spec.policy, []).append(layer)
-    size = _group_size(layers_of)
+    widest, per_block = _in_one_block(layers_of, in_blocks)
+    size = _group_size({policy: -(-len(layers) // per_block[policy]) for policy, layers in layers_of.items()})
     groups = [
-        CacheGroup(policy, tuple(layers[start : start + size]))
+        CacheGroup(policy, tuple(layers[start : start + size * per_block[policy]]))
         for policy, layers in layers_of.items()
-        for start in range(0, len(layers), size)
+        for start in range(0, len(layers), size * per_block[policy])
     ]
     # Layers at the same index of their groups share arrays that are alike.
     arrays: dict[tuple[int, int, CacheArray], int] = {}
     places: dict[int, LayerPlace] = {}
     for index in range(size):
         for number, group in enumerate(groups):
-            if index < len(group.layers):
-                layer = group.layers[index]
-                keys = [(index, part, array) for part, array in enumerate(in_blocks[layer].arrays)]
-                places[layer] = LayerPlace(number, tuple(arrays.setdefault(key, len(arrays)) for key in keys))
+            num_layers = per_block[group.policy]
+            for i, layer in enumerate(group.layers[index * num_layers : (index + 1) * num_layers]):
+                own = in_blocks[layer].arrays
+                keys = [(index, part, array) for part, array in enumerate(own if num_layers == 1 else widest)]
+                view = None if num_layers == 1 else CacheView(num_layers, i, own[0].num_heads, own[0].width)
+                places[layer] = LayerPlace(number, tuple(arrays.setdefault(key, len(arrays)) for key in keys), view)
     states: list[StateArray] = []
     for layer, kept in enumerate(specs):
         if isinstance(kept, RowState):
             first = len(arrays) + len(states)
             places[layer] = LayerPlace(None, tuple(range(first, first + len(kept.arrays))))
             states += kept.arrays
+    places |= {layer: places[spec.layer] for layer, spec in enumerate(specs) if isinstance(spec, SharedCache)}
     return CacheLayout(
         tuple(groups),
         tuple(array for _, _, array in arrays),
@@ -357,21 +387,46 @@ def cache_layout(specs: Sequence[CacheSpec | RowState], *, block_size: int, max_
     )
 
 
-def _group_size(layers_of: Mapping[CachePolicy, Sequence[int]]) -> int:
-    """Layers of a group, so that there are few groups and the last of a policy is not much smaller than the others.
+def _in_one_block(
+    layers_of: Mapping[CachePolicy, Sequence[int]], specs: Mapping[int, CacheSpec]
+) -> tuple[tuple[CacheArray, ...], dict[CachePolicy, int]]:
+    """The largest arrays of a policy's layers, and how many layers of each policy a block of them holds: one of each unless all layers
+    of a policy are alike, heads differ in width, and the smaller divide the largest."""
+    alike = {policy: {specs[layer].arrays for layer in layers} for policy, layers in layers_of.items()}
+    kinds = {policy: next(iter(found)) for policy, found in alike.items()}
+    widest = max(kinds.values(), key=lambda arrays: sum(array.bytes_per_token for array in arrays))
+    plain = dict.fromkeys(layers_of, 1)
+    if any(len(found) > 1 for found in alike.values()) or len({array.width for arrays in kinds.values() for array in arrays}) <= 1:
+        return widest, plain
+    counts = {policy: _times(widest, arrays) for policy, arrays in kinds.items()}
+    return widest, {policy: count for policy, count in counts.items() if count is not None} if all(counts.values()) else plain
+
+
+def _times(whole: Sequence[CacheArray], parts: Sequence[CacheArray]) -> int | None:
+    """How many times the parts fit into the whole exactly; None: they do not."""
+    if len(whole) != len(parts) or any(a.dtype != b.dtype for a, b in zip(whole, parts, strict=True)):
+        return None
+    counts = {divmod(a.bytes_per_token, b.bytes_per_token) for a, b in zip(whole, parts, strict=True)}
+    (count, rest), *others = counts
+    return None if rest or others else count
+
+
+def _group_size(num_arrays: Mapping[CachePolicy, int]) -> int:
+    """Arrays of keys of a group, so that there are few groups and the last of a policy is not much smaller than the others.
+    num_arrays: that all layers of a policy fill.
 
     The blocks of a small group leave arrays unused. Full attention, whose blocks grow with the context, gets no small group.
     """
 
     def padding(size: int) -> dict[CachePolicy, int]:
-        return {policy: -len(layers) % size for policy, layers in layers_of.items()}
+        return {policy: -count % size for policy, count in num_arrays.items()}
 
     def fits(size: int) -> bool:
-        most = {policy: 0 if policy == FULL else len(layers) // _MOST_PADDING for policy, layers in layers_of.items()}
+        most = {policy: 0 if policy == FULL else count // _MOST_PADDING for policy, count in num_arrays.items()}
         return all(count <= most[policy] for policy, count in padding(size).items())
 
     def num_layers(size: int) -> int:
-        return sum(map(len, layers_of.values())) + sum(padding(size).values())
+        return sum(num_arrays.values()) + sum(padding(size).values())
 
-    sizes = filter(fits, range(1, max(map(len, layers_of.values())) + 1))
+    sizes = filter(fits, range(1, max(num_arrays.values()) + 1))
     return min(sizes, key=lambda size: (num_layers(size) // size, num_layers(size)))

@@ -13,6 +13,7 @@ MARKERS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>", "<channel|>"),
 )
 """The tokens that open and close a thinking section, of the models that have such tokens."""
 KIMI_CALLS = "<|tool_calls_section_begin|>"

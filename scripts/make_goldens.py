@@ -76,6 +76,8 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
         for name, buffer in model.named_buffers():  # of routers, for the choice of experts
             if name.endswith("correction_bias"):
                 buffer.copy_(buffer.normal_(0, 0.2).to(torch.bfloat16))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(buffer.uniform_(0.5, 1.5).to(torch.bfloat16))
             elif name.endswith("bias"):
                 buffer.copy_(buffer.uniform_(-0.2, 0.2).to(torch.bfloat16))
     return model.eval()

@@ -188,7 +188,7 @@ def quantized_widths(model: ModelConfig, num_devices: int) -> tuple[int, ...]:
     left to plain JAX, as in layers without keys and values."""
     if not model.quantizes_inputs or model.latent_attentions or model.state_mixers:
         return ()
-    dense = (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers)
+    dense = (layer.dense for layer in model.layers)
     split = [*(part.output_width for part in model.attentions), *(mlp.width for mlp in dense if mlp is not None)]
     return tuple(dict.fromkeys([model.hidden_size, *(width // num_devices for width in split)]))
 

@@ -291,7 +291,7 @@ def _quantize(engine: _Engine) -> tuple[quantize.Shapes, ...]:
     model = engine.model
     if not model.quantizes_inputs:
         return ()
-    dense = [layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp for layer in model.layers]
+    dense = [layer.dense for layer in model.layers]
     found = (
         quantize.Shapes(
             dtype=model.dtype,

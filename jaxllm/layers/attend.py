@@ -57,8 +57,10 @@ class Attend(Protocol):
         window: int | None,
         soft_cap: float | None,
         sinks_KG: Array | None = None,
+        reads_layer: int | None = None,
     ) -> Array:
-        """Outputs [T, K, G, H]; query head n is (n // G, n % G). sinks_KG: float32, see `Attention.sinks`."""
+        """Outputs [T, K, G, H]; query head n is (n // G, n % G). sinks_KG: float32, see `Attention.sinks`. reads_layer: the layer whose
+        keys and values are read, in place of those of the projection."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +41,11 @@ class GroupedQueryAttention(nnx.Module):
         self.layer = layer
         self.part = part
         order = head_order(part.rope, H)
-        names = [f"{prefix}{part.name}.{name}" for name in part.qkv] * (3 // len(part.qkv))
-        modules = [
-            Module(names[0], (stored_K, stored_G, H), order, (0, H, 2 * H) if part.gated else None),
-            Module(names[1], (stored_K, 1, H), order),
-            Module(names[2], (stored_K, 1, H)),
-        ]
+        num_products = 1 if part.reads_layer is not None else 2 if part.values_are_keys else 3
+        names = [f"{prefix}{part.name}.{name}" for name in part.qkv] * (num_products // len(part.qkv))
+        queries = Module(names[0], (stored_K, stored_G, H), order, (0, H, 2 * H) if part.gated else None)
+        others = zip(names[1:], (order, None), strict=False)
+        modules = [queries, *(Module(name, (stored_K, 1, H), order) for name, order in others)]
         self.value = nnx.data(None)
         V = part.value_dim or H
         if part.value_dim is not None:
@@ -84,7 +84,9 @@ class GroupedQueryAttention(nnx.Module):
             )
         self.q_norm = self.k_norm = nnx.data(None)
         if part.head_norms is not None:
-            norms = (HeadNorm(norm, ((H,), ("head",)), (H,), config.dtype, prefix, order) for norm in part.head_norms)
+            q, k = part.head_norms
+            k = k if part.reads_layer is None else replace(k, weighted=False)
+            norms = (HeadNorm(norm, ((H,), ("head",)), (H,), config.dtype, prefix, order) for norm in (q, k))
             self.q_norm, self.k_norm = norms
         elif (norms_of_all := part.whole_norms or part.own_norms) is not None:
             q, k = norms_of_all
@@ -148,6 +150,7 @@ class GroupedQueryAttention(nnx.Module):
             window=part.window,
             soft_cap=part.soft_cap,
             sinks_KG=None if self.sinks is None else self.sinks[...],
+            **({} if part.reads_layer is None else {"reads_layer": part.reads_layer}),
         )
         out_TKGH = out_TKGH if part.value_dim is None else out_TKGH[..., : part.value_dim]
         if part.value_scale != 1.0:
@@ -159,6 +162,13 @@ class GroupedQueryAttention(nnx.Module):
     def _projected(self, runs: Sequence[Array | Quantized], step: Step) -> Array:
         """Queries, keys and values [T, K, G + 2, H]."""
         qkv_TKGH = products(self.qkv, runs, step)
+        if self.part.reads_layer is not None:
+            return jnp.pad(qkv_TKGH, ((0, 0), (0, 0), (0, 2), (0, 0)))
+        if self.part.values_are_keys:
+            qkv_TKGH = jnp.concatenate([qkv_TKGH, qkv_TKGH[:, :, -1:]], axis=2)
+        if (norm := self.part.value_norm) is not None:
+            value_TK1H = normed(norm, qkv_TKGH[:, :, -1:], jnp.ones(())).astype(qkv_TKGH.dtype)
+            qkv_TKGH = jnp.concatenate([qkv_TKGH[:, :, :-1], value_TK1H], axis=2)
         if self.value is None:
             return qkv_TKGH
         value_TKH = products(self.value, runs, step)

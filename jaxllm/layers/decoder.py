@@ -174,7 +174,7 @@ class CausalLM(nnx.Module):
                 learned_TD = self.positions(positions_T)
                 part_TD += learned_TD if shards.size == 1 else jnp.where(shards.index == 0, learned_TD, 0)
             runs.append(step.add_and_norm(part_TD, None, self._norm_before(0)))
-        _keep_features(runs, step, 0)
+        keep_features(runs, step, 0)
         return runs
 
     def enter(self, step: Step) -> list[Run]:
@@ -190,7 +190,7 @@ class CausalLM(nnx.Module):
             runs = step.call_layer(self.blocks[layer], norm, runs, step)
             if step.deepstack is not None and layer < len(step.deepstack):
                 runs = _with_added(step.deepstack[layer], runs, norm)
-            _keep_features(runs, step, layer + 1)
+            keep_features(runs, step, layer + 1)
         return runs
 
     def logits(self, hidden_TD: Array, shards: Shards = ONE_DEVICE, adapt: Adapt | None = None) -> Array:
@@ -216,7 +216,7 @@ def _with_added(added_TD: Array, runs: Sequence[Run], norm: AnyNorm) -> list[Run
     return [(x_TD, norm(x_TD)) for x_TD in sums]
 
 
-def _keep_features(runs: Sequence[Run], step: Step, layer: int) -> None:
+def keep_features(runs: Sequence[Run], step: Step, layer: int) -> None:
     """Keep the tokens that enter a layer, if the step wants them."""
     if layer in step.wanted_features:
         step.features[layer] = runs[0][0] if len(runs) == 1 else jnp.concatenate([x_TD for x_TD, _ in runs])

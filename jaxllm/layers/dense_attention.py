@@ -16,6 +16,7 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None, num_lat
 
     Without segment ids all tokens are one sequence. Scores are [K, G, T, T] float32: for short sequences.
     """
+    written: dict[int, tuple[Array, Array]] = {}
 
     def attend(
         layer: int,
@@ -25,8 +26,10 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None, num_lat
         window: int | None,
         soft_cap: float | None,
         sinks_KG: Array | None = None,
+        reads_layer: int | None = None,
     ) -> Array:
-        q_TKGH, k_TKH, v_TKH = projection.finished()
+        q_TKGH, *own = projection.finished()
+        k_TKH, v_TKH = written[layer] = (own[0], own[1]) if reads_layer is None else written[reads_layer]
         visible_TS = _visible(positions_T, segment_ids_T, window, num_later_T)
         return _attend(q_TKGH, k_TKH, v_TKH, visible_TS, scale, soft_cap, sinks_KG)
 

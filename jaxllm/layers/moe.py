@@ -37,7 +37,8 @@ class MixtureOfExperts(nnx.Module):
         E, D, F, C = part.routing.num_experts, config.hidden_size, part.width, 2 if part.gated else 1
         L = part.latent_dim or D
         self.part = part
-        self.name = name = f"{prefix}{part.name}"
+        self.prefix = prefix
+        self.name = name = part.module(prefix.removesuffix("."))
         router, dtype = f"{name}.{part.routing.router}.weight", part.routing.router_dtype or config.dtype
         self.router = abstract_param((E, D), ("experts", "embed"), dtype, source=router)
         self.router_bias = (
@@ -51,6 +52,10 @@ class MixtureOfExperts(nnx.Module):
             None
             if bias is None
             else abstract_param((E,), ("experts",), "float32", source=Source((stored,), 0, (0,)), init="zeros")
+        )
+        scale = part.routing.expert_scale
+        self.expert_scale = (
+            None if scale is None else abstract_param((E,), ("experts",), config.dtype, source=f"{name}.{scale}", init="ones")
         )
         by_expert, by_width = ("split_experts", "expert_mlp"), ("experts", "mlp")
         self.axes = experts, width = by_expert if part.by_expert else by_width
@@ -84,17 +89,20 @@ class MixtureOfExperts(nnx.Module):
             else abstract_param((1, D), ("gate_up", "embed"), config.dtype, source=f"{name}.{part.shared_gate}.weight")
         )
 
-    def __call__(self, x_TD: Array, step: Step, start: int = 0) -> Array:
-        """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
+    def __call__(self, x_TD: Array, step: Step, start: int = 0, of_router_TD: Array | None = None) -> Array:
+        """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on; of_router: what the
+        router takes in place of x."""
         shards = step.shards
-        of_router_TD = x_TD if self.part.routing.router_dtype is None else x_TD.astype(self.part.routing.router_dtype)
-        logits_TE = _scores(of_router_TD, self.router[...])
+        routed_TD, wide = x_TD if of_router_TD is None else of_router_TD, self.part.routing.router_dtype
+        logits_TE = _scores(routed_TD if wide is None else routed_TD.astype(wide), self.router[...])
         if self.router_bias is not None:
             logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
-        logits_TE = step.scores(self.router_name, x_TD, logits_TE, start)
+        logits_TE = step.scores(self.router_name, routed_TD, logits_TE, start)
         bias = None if self.correction_bias is None else self.correction_bias[...]
         is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
         expert_Tk, weight_Tk = step.choose_experts(logits_TE, bias, is_real_T, rule=rule_of(self.part.routing))
+        if self.expert_scale is not None:  # of padding, whose expert is -1, any
+            weight_Tk = weight_Tk * self.expert_scale[...].astype(weight_Tk.dtype)[expert_Tk]
         step.note_choice(self.name, expert_Tk)
         taken_TD = x_TD if self.into_latent is None else step.product(self.into_latent, x_TD, start)
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]

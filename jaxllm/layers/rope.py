@@ -69,6 +69,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     plain = np.float32(1) / _powers(rope.theta, head_dim)
     if rope.kind == "linear":
         return plain / np.float32(rope.factor)
+    if rope.kind == "proportional":
+        return np.where(np.arange(head_dim // 2) < (rope.num_turning or 0), plain / np.float32(rope.factor), np.float32(0))
     if rope.kind == "yarn":
         return _yarn_frequencies(rope, head_dim)
     if rope.kind == "llama3":

@@ -34,7 +34,7 @@ def as_named_here(config: ModelConfig, entries: Entries) -> Entries:
     entries = named
     for layer, parts in enumerate(config.layers):
         if isinstance(parts.mlp, MoE) and "{}" in parts.mlp.down:
-            for whole, names in _of_all_experts(f"{config.layer_name(layer)}.{parts.mlp.name}", parts.mlp):
+            for whole, names in _of_all_experts(parts.mlp.module(config.layer_name(layer)), parts.mlp):
                 if whole in entries and (each := _split(entries[whole], len(names), parts.mlp.routing.num_experts)):
                     del entries[whole]
                     entries |= {

@@ -59,8 +59,7 @@ class ExpertsTarget(nnx.Module):
 
 def modules_of(mixture: MixtureOfExperts) -> Mapping[str, TargetShape]:
     """The checkpoint's modules of a mixture's routed experts: gate, up and down of one after those of the other."""
-    prefix = mixture.name.removesuffix(mixture.part.name)
-    return expert_targets(mixture.part, prefix, mixture.router.shape[1])
+    return expert_targets(mixture.part, mixture.prefix, mixture.router.shape[1])
 
 
 @partial(jax.jit, static_argnames=("activation",))

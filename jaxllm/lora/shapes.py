@@ -48,10 +48,10 @@ def expert_targets(part: MoE, prefix: str, hidden_size: int) -> Mapping[str, Tar
     names = ["experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"]
     if "{}" in part.down:
         names = [*part.gate_up, part.down]
-    module = f"{prefix}{part.name}.experts"
+    own = part.module(prefix.removesuffix("."))
     return {
-        f"{prefix}{part.name}.{name.format(i)}": TargetShape(
-            inputs, outputs, part=ExpertPart(module, parameter, i, E, num_outputs, rows)
+        f"{own}.{name.format(i)}": TargetShape(
+            inputs, outputs, part=ExpertPart(f"{own}.experts", parameter, i, E, num_outputs, rows)
         )
         for i in range(E)
         for name, (parameter, inputs, outputs, num_outputs, rows) in zip(names, places, strict=True)

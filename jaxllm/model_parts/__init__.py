@@ -8,6 +8,7 @@ from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttenti
 from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
 from jaxllm.model_parts.decoder import Head, Layer, Names, Positions, StateMixer, TokenMixer
 from jaxllm.model_parts.encoder import Classifier, ClassifierHidden, Encoder
+from jaxllm.model_parts.gemma4 import Gemma4Layer, PerLayerEmbedding
 from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.norm import Norm
@@ -27,6 +28,7 @@ __all__ = [
     "Encoder",
     "ExpertActivation",
     "GatedDeltaNet",
+    "Gemma4Layer",
     "Head",
     "LatentAttention",
     "Layer",
@@ -37,6 +39,7 @@ __all__ = [
     "Names",
     "Norm",
     "OutputGate",
+    "PerLayerEmbedding",
     "Positions",
     "QueryScale",
     "Rope",

@@ -53,6 +53,12 @@ class Attention:
     """Norms of queries and keys over all heads together."""
     own_norms: tuple[Norm, Norm] | None = None
     """Norms of queries and keys of each head, each with its own weight: [heads, head_dim]."""
+    value_norm: Norm | None = None
+    """The norm of each value head, without a weight."""
+    values_are_keys: bool = False
+    """Whether values are the keys before norm and rotation, instead of products of their own; `qkv` then has two names."""
+    reads_layer: int | None = None
+    """The earlier layer whose keys and values it reads in place of its own; `qkv` then has the name of the queries alone."""
     score_scale: float | None = None
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     query_scale: QueryScale | None = None

@@ -17,7 +17,7 @@ TokenMixer = Attention | LatentAttention | StateMixer
 
 _PLACE = re.compile(
     r"(?P<mark>(?:re:|[-+]:)?\^?)(?:model\\?\.(?:language|text)_model\\?\.|(?:language|text)_model\\?\.(?:model\\?\.)?|model\\?\.)"
-    r"(?=(?:embed_tokens|layers|norm)(?:\\?\.|$))"
+    r"(?=(?:embed_tokens|layers|norm|embed_tokens_per_layer|per_layer_\w+)(?:\\?\.|$))"
 )
 """Where checkpoints of several models have the text model, in a name or in a regular expression behind `re:`, `+:` or `-:`."""
 _HEAD = re.compile(r"(?P<mark>(?:re:|[-+]:)?\^?)(?:(?:language_)?model\\?\.)?lm_head(?=\\?\.|$)")
@@ -38,6 +38,11 @@ class Layer:
     """Whether it is x + attention(attention_norm(x)) + mlp(attention_norm(x))."""
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to x."""
+
+    @property
+    def dense(self) -> MLP | None:
+        """The MLP that all tokens go through, in a mixture of experts the shared ones."""
+        return self.mlp.shared if isinstance(self.mlp, MoE) else self.mlp
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -86,7 +91,8 @@ class Names:
     def is_other(self, name: str) -> bool:
         """Whether a tensor is of another model than the text model; name: as `named` returns it."""
         stem = self._stem
-        own = (f"{stem}embed_tokens.", f"{stem}layers.", f"{stem}norm.", f"{self.head}.")
+        outside = (f"{stem}{name}" for name in ("embed_tokens.", "embed_tokens_per_layer.", "per_layer_", "norm."))
+        own = (*outside, f"{stem}layers.", f"{self.head}.")
         return self.is_part and not name.startswith(own)
 
     @property

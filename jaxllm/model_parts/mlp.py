@@ -71,6 +71,8 @@ class Routing:
     """A tensor added to the scores for the choice, not for the weights."""
     correction_bias_rank: int = 1
     """Dimensions of that tensor, of which the last is that of the experts."""
+    expert_scale: str | None = None
+    """A tensor with a factor of the weights of each expert."""
     num_groups: int = 1
     top_groups: int = 1
     """Only experts of so many groups are chosen: of those with the largest score."""
@@ -101,6 +103,7 @@ class MoE:
     shared_gate: str | None = None
     """A tensor whose product with x, after a sigmoid, is the factor of the shared experts' result."""
     name: str = "mlp"
+    """Empty: the names of its tensors are those in the decoder layer."""
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     """One name without {}: a tensor of all experts. Without a gate the name of up."""
     down: str = "experts.{}.down_proj"
@@ -116,6 +119,10 @@ class MoE:
     """Whether devices share the work by whole experts instead of by the experts' width."""
     num_redundant: int = 0
     """Second and further copies of experts that the devices have in all."""
+
+    def module(self, layer: str) -> str:
+        """The checkpoint's module of the mixture in the layer of this name."""
+        return f"{layer}.{self.name}" if self.name else layer
 
     @property
     def slots(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Rope:
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position: int | None = None
-    """Context of the pretraining; set for every kind but default and linear."""
+    """Context of the pretraining; set for every kind but default, linear and proportional."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -24,6 +24,8 @@ class Rope:
     """Factor of cosine and sine."""
     divisors: tuple[float, ...] = ()
     """Longrope's divisor of each frequency."""
+    num_turning: int | None = None
+    """Of the proportional kind: how many frequencies are not 0, the first ones."""
     rotary_dim: int | None = None
     """Leading values of a head that are rotated; None: all."""
     interleaved: bool = False

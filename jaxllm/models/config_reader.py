@@ -373,7 +373,9 @@ class ConfigReader:
         """Rope of these parameters, and the longest sequence."""
         rope, max_position = self._scaled_rope(given, max_position)
         partial = self._reader(given).number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
-        if partial != 1.0:
+        if rope.kind == "proportional":
+            rope = dataclasses.replace(rope, num_turning=int(partial * self.head_dim // 2))
+        elif partial != 1.0:
             head_dim = self.head_dim
             rotary_dim = int(head_dim * partial)
             if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
@@ -412,6 +414,8 @@ class ConfigReader:
         theta = scaling.number("rope_theta", self.number("rope_theta", 10000.0))
         if kind == "default":
             return Rope(theta=theta), max_position
+        if kind == "proportional":
+            return Rope(theta=theta, kind=kind, factor=scaling.number("factor", 1.0)), max_position
         if kind == "longrope":
             return self._longrope(scaling, theta, max_position)
         original = max_position

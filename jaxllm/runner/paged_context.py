@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache_spec import LayerPlace
+from jaxllm.cache_spec import CacheView, LayerPlace
 from jaxllm.layers.attend import LatentProjection, Projection
 from jaxllm.layers.prompt_attention import attend_in_prompts
 from jaxllm.layers.row_states import StateRows
@@ -60,6 +60,7 @@ class PagedContext:
         window: int | None,
         soft_cap: float | None,
         sinks_KG: jax.Array | None = None,
+        reads_layer: int | None = None,
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
         if self.segment_T is not None:
@@ -70,7 +71,9 @@ class PagedContext:
             }
             return attend_in_prompts(projection, self.segment_T, scale=scale, window=window, **kernel)
         place, table = self._find(layer)
-        k_pages, v_pages = (self.caches[index] for index in place.arrays)
+        if reads_layer is not None:
+            table = table._replace(slot_T=jnp.full_like(table.slot_T, -1))
+        k_pages, v_pages = (_seen(self.caches[index], place.view) for index in place.arrays)
         if k_pages.dtype.itemsize > 1:
             projection = replace(projection, kv_scale_2=None)
         out, k_pages, v_pages = _write_and_attend(
@@ -91,7 +94,7 @@ class PagedContext:
             soft_cap=soft_cap,
         )
         for index, pages in zip(place.arrays, (k_pages, v_pages), strict=True):
-            self.caches[index] = pages
+            self.caches[index] = pages if place.view is None else pages.reshape(self.caches[index].shape)
         return out
 
     def attend_to_latents(self, layer: int, projection: LatentProjection, *, scale: float) -> jax.Array:
@@ -123,7 +126,28 @@ class PagedContext:
     def _find(self, layer: int) -> tuple[LayerPlace, GroupTable]:
         place = self.places[layer]
         assert place.group is not None, f"layer {layer} keeps a state by row, no blocks"
-        return place, self.tables[place.group]
+        table = self.tables[place.group]
+        return place, table if place.view is None else _table_of_view(table, place.view, self.page_size(place))
+
+    def page_size(self, place: LayerPlace) -> int:
+        """Slots of a page of a layer's arrays on this device."""
+        return self.caches[place.arrays[0]].shape[2]
+
+
+def _seen(pages_PKSH: jax.Array, view: CacheView | None) -> jax.Array:
+    """An array as a layer sees it, on each device with its share of the heads."""
+    if view is None:
+        return pages_PKSH
+    num_pages, num_heads, page_size, width = pages_PKSH.shape
+    own_heads = num_heads * width // (view.num_layers * view.width)
+    return pages_PKSH.reshape(num_pages * view.num_layers, own_heads, page_size, view.width)
+
+
+def _table_of_view(table: GroupTable, view: CacheView, page_size: int) -> GroupTable:
+    """The table of one of several layers in each page."""
+    page_T = table.slot_T // page_size
+    slot_T = (page_T * view.num_layers + view.index) * page_size + table.slot_T % page_size
+    return GroupTable(table.page_table_RB * view.num_layers + view.index, jnp.where(table.slot_T < 0, -1, slot_T))
 
 
 @partial(jax.jit, static_argnames=("num_queries", "kernels", "devices", "scale", "window", "soft_cap"))

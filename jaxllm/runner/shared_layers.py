@@ -66,7 +66,7 @@ class SharedLayers:
         table = None if place.group is None else self.context.tables[place.group]
         norm = replace(next_norm.norm, name="") if isinstance(next_norm, Normalization) else None
         formats = tuple(variable.get_metadata("format") for _, variable in parameters(state))
-        key = (block.parts, norm, next_norm.before_quantized, formats, *map(_kinds, (state, runs, kept, table)))
+        key = (block.parts, norm, next_norm.before_quantized, formats, place.view, *map(_kinds, (state, runs, kept, table)))
         if key not in self._functions:
             # The first layer stands for all: its number only says where its caches and its table are.
             def layer(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.cache_spec import RowState, cache_specs
+from jaxllm.cache_spec import RowState, SharedCache, cache_specs
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.decoder import CausalLM
@@ -73,6 +73,11 @@ def make(
         raise ConfigError(
             f"the draft model {directory} ({config.architecture}) has layers with states by row, which cannot be taken back when a "
             "draft proves wrong; choose one with attention in all layers"
+        )
+    if any(isinstance(spec, SharedCache) for spec in cache_specs(config)):
+        raise ConfigError(
+            f"the draft model {directory} ({config.architecture}) has layers that read the keys of others, which only a target may have; "
+            "choose one without, or method ngram"
         )
     _check_vocabulary(directory, config, target_directory, target)
     try:

@@ -17,6 +17,8 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -141,6 +143,20 @@ NEMOTRON_H = {
     "moe_shared_expert_intermediate_size": 24,
     "time_step_min": 1e-9,  # transformers takes it for the least time step of prompts, and for none of later tokens
 }
+GEMMA4: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 128,
+    "sliding_window": 16,
+    "final_logit_softcapping": 8.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
 FLAT: dict[str, Any] = {
     **SIZES,
     "num_hidden_layers": 4,
@@ -195,6 +211,29 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         **{**WIDE, **WINDOWED}, query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=8.0
     ),
     "gemma3": Gemma3TextConfig(**{**WIDE, **WINDOWED}, query_pre_attn_scalar=24, sliding_window_pattern=3),
+    "gemma4": Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 7},
+        layer_types=[*["sliding_attention"] * 2, "full_attention"] + ["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=12,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        tie_word_embeddings=False,
+    ),
+    "gemma4_dense": Gemma4UnifiedTextConfig(
+        **{**GEMMA4, "num_hidden_layers": 6, "num_key_value_heads": 4}, attention_k_eq_v=True, num_global_key_value_heads=1
+    ),
+    "gemma4_moe": Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 3, "num_key_value_heads": 4},
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=24,
+        tie_word_embeddings=False,
+    ),
     "phi3": Phi3Config(**SIZES, sliding_window=16),
     "phi3_longrope": Phi3Config(
         **{**SIZES, "num_attention_heads": 4},

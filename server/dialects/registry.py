@@ -8,6 +8,7 @@ from jaxllm.thinking import MARKERS
 from server.dialects.apertus import Apertus
 from server.dialects.deepseek import DeepSeek
 from server.dialects.dialect import ReasoningDialect, ToolDialect, special_tokens_of
+from server.dialects.gemma4 import Gemma4
 from server.dialects.harmony import HARMONY, read_messages
 from server.dialects.kimi import Kimi
 from server.dialects.llama_json import LlamaJson
@@ -28,6 +29,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "deepseek_v4": XmlCalls(dsml("tool_calls"), ends_reasoning=True),
     "deepseek_v41": XmlCalls(dsml("calls", space=" "), ends_reasoning=True),
     "ernie45": HERMES,
+    "gemma4": Gemma4(),
     "glm45": XmlCalls(GLM45),
     "glm47": XmlCalls(GLM45),
     "granite": GRANITE,
@@ -63,7 +65,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "xlam": Xlam(),
 }
 
-_THINK, _MISTRAL, _SEED, _COHERE = (((start,), (end,)) for start, end in MARKERS)
+_THINK, _MISTRAL, _SEED, _COHERE, _GEMMA = (((start,), (end,)) for start, end in MARKERS)
 _IFM = tuple(f"ifm|{name}" for name in ("think", "think_fast", "think_faster"))
 _MARKED = ReasoningDialect(*_THINK)
 _EXPECTED = ReasoningDialect(*_THINK, expected=True)
@@ -85,6 +87,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "deepseek_v4": _IMPLIED,
     "deepseek_v41": _IMPLIED,
     "ernie45": replace(_IMPLIED, answer_start=("<response>",), answer_end=("</response>",)),
+    "gemma4": ReasoningDialect(tuple(f"{start}thought" for start in _GEMMA[0]), _GEMMA[1]),
     "glm45": _EXPECTED,
     "glm47": _EXPECTED,
     "granite": ReasoningDialect(
@@ -164,6 +167,7 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lfm2", ("<|tool_call_start|>",)),
     ("nemotron_json", ("<TOOLCALL>",)),
     ("apertus", ("<|tools_prefix|>",)),
+    ("gemma4", ("<|tool_call>call:",)),
     ("olmo3", ("<functions>", "<function_calls>")),
     ("hy_v3", ("<tool_sep",)),
     ("glm45", ("<tool_call>", "<arg_key>")),
@@ -184,6 +188,7 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|channel>", "<channel|>")),
     ("mistral", ("[THINK]",)),
     ("granite", ("Here is my thought process:",)),
     ("seed_oss", ("<seed:think>",)),

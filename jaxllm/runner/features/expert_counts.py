@@ -42,7 +42,7 @@ class ExpertCounts(StepFeature):
     def of(cls, config: ModelConfig, layers: Collection[int]) -> "ExpertCounts":
         """The counts of these layers of a model."""
         found = [(i, layer.mlp) for i, layer in enumerate(config.layers) if isinstance(layer.mlp, MoE) and i in layers]
-        names = tuple(f"{config.layer_name(layer)}.{part.name}" for layer, part in found)
+        names = tuple(part.module(config.layer_name(layer)) for layer, part in found)
         most = max((part.routing.num_experts for _, part in found), default=0)
         return cls(names, most, tuple(layer for layer, _ in found))
 

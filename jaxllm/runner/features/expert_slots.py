@@ -52,7 +52,7 @@ class ExpertSlots(StepFeature):
                 layer = int(path[1])
                 leaves[layer] = (*leaves.get(layer, ()), index)
         mixtures = {layer: part for layer in leaves if isinstance(part := config.layers[layer].mlp, MoE)}
-        return cls(tuple(f"{config.layer_name(i)}.{part.name}" for i, part in mixtures.items()), leaves, tables, merge)
+        return cls(tuple(part.module(config.layer_name(i)) for i, part in mixtures.items()), leaves, tables, merge)
 
     def programs(self) -> Sequence[ProgramKind]:
         return [MoveProgram(self)]

@@ -110,6 +110,8 @@ IFM_PARAMETER = "<ifm|arg_key>%s</ifm|arg_key>\n<ifm|arg_value>%s</ifm|arg_value
 HY3 = "<tool_call>%s<tool_sep>\n%s</tool_call>\n"
 HY3_TOKENS = ("think", "tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
 CODE_TEXT = 'if a < b:\n\tprint("[é]")'
+GEMMA4 = "<|tool_call>call:%s{%s}<tool_call|>"
+GEMMA4_CODE = GEMMA4 % ("run", f'code:<|"|>{CODE_TEXT}<|"|>,options:{{deep:[1,{{x:null}}]}},dry:true')
 PYTHON_CODE = r"""run(code='if a < b:\n\tprint("[é]")', options={'deep': [1, {"x": None}]}, dry=True)"""
 
 
@@ -302,6 +304,29 @@ SAMPLES = {
     ),
     "deepseek v4.1": calls_in(
         "deepseek_v41", DSML_CALLS.replace("tool_calls>", "calls>").replace("｜DSML｜", "｜DSML｜ "), CODE, TIME
+    ),
+    "gemma 4": calls_in("gemma4", f"Now.\n{GEMMA4_CODE}{GEMMA4 % ('get_time', '')}", CODE, TIME, content="Now."),
+    "gemma 4, braces in strings": calls_in(
+        "gemma4", GEMMA4 % ("run", 'code:<|"|>}<tool_call>"{[,<|"|>'), ("run", '{"code": "}<tool_call>\\"{[,"}')
+    ),
+    "gemma 4, other quotes and none": calls_in(
+        "gemma4",
+        '<|tool_call> call: run { "code": "a" , <|"|>n<|"|>: -1.5e3, xs: [ {} , [], None,False, not json ], } call:get_time{}',
+        ("run", '{"code": "a", "n": -1.5e3, "xs": [{}, [], null, false, "not json"]}'),
+        TIME,
+    ),
+    "gemma 4 thinks and calls": Sample(
+        "gemma4",
+        "gemma4",
+        f"<|channel>thought\nHm.<channel|>{GEMMA4_CODE}<|tool_response>",
+        Message("", "Hm.", [CODE]),
+        {"special_tokens": ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"]},
+    ),
+    "gemma 4 calls while it thinks": Sample(
+        "gemma4", "gemma4", f"Hm. {GEMMA4_CODE}", Message("", "Hm.", [CODE]), {"prompt_text": "<|channel>thought\n"}
+    ),
+    "gemma 4 does not think": Sample(
+        "gemma4", "gemma4", "Yes.", Message("Yes."), {"prompt_text": "<|turn>model\n<|channel>thought\n<channel|>"}
     ),
     "lfm2": calls_in(
         "lfm2", f"<|tool_call_start|>[{PYTHON_CODE}, get_time()]<|tool_call_end|>I look.", CODE, TIME, content="I look."
