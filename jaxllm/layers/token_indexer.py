@@ -42,14 +42,18 @@ class TokenIndexer(nnx.Module):
         source = f"{prefix}{index.name}.weights_proj.weight"
         self.weight = abstract_param((X, D), ("index", "embed"), "float32", source=source)
 
-    def __call__(self, runs: Sequence[Array], query_latents: Sequence[Array], step: Step, angles: tuple[Array, Array]) -> TokenScores:
+    def __call__(
+        self, runs: Sequence[Array], query_latents: Sequence[Array], step: Step, angles: tuple[Array, Array]
+    ) -> TokenScores:
         """Of all tokens of the runs x [T, D], whose queries have these latents [T, Q]."""
         x_TD = joined(runs)
         keys = [self.key_norm(step.product(self.key, x, start)) for x, start in zip(runs, starts(runs), strict=True)]
         return TokenScores(
             q_TXI=self._rotated(products(self.query, query_latents, step), angles),
             key_TI=self._rotated(joined(keys), angles),
-            weight_TX=jnp.einsum("td,xd->tx", x_TD.astype(jnp.float32), self.weight[...], precision=precision_of(jnp.dtype("float32"))),
+            weight_TX=jnp.einsum(
+                "td,xd->tx", x_TD.astype(jnp.float32), self.weight[...], precision=precision_of(jnp.dtype("float32"))
+            ),
         )
 
     def _rotated(self, x: Array, angles: tuple[Array, Array]) -> Array:

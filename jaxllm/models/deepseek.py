@@ -86,7 +86,7 @@ def read_v3(c: ConfigReader, **fields: Any) -> ModelConfig:
 
 
 def read_v32(c: ConfigReader) -> ModelConfig:
-    c = c.with_defaults(**DEFAULTS_V32)
+    c = c.with_defaults(**{**DEFAULTS_V3, **DEFAULTS_V32})
     c.layer_kinds({"indexed_attention": True}, lambda layer: True)
     config, top_k = read_v3(c), c.integer("index_topk")
     if c.max_model_len is None or c.max_model_len <= top_k:

@@ -73,7 +73,11 @@ class SharedLayers:
         if key not in self._functions:
             # The first layer stands for all: its number only says where its caches and its table are.
             def layer(
-                weights: list[Any], runs: list[Run], kept: list[jax.Array], table: GroupTable | None, chosen_TK: jax.Array | None
+                weights: list[Any],
+                runs: list[Run],
+                kept: list[jax.Array],
+                table: GroupTable | None,
+                chosen_TK: jax.Array | None,
             ) -> tuple[list[Run], list[jax.Array], jax.Array | None]:
                 block, next_norm = nnx.merge(graph, jax.tree.unflatten(structure, weights))
                 caches = dict(zip(indices, kept, strict=True))

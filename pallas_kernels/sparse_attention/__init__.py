@@ -21,4 +21,3 @@ __all__ = ["attend_to_slots", "choose_tokens", "work_bytes", "write_keys"]
 def work_bytes(num_tokens: int, top_k: int) -> int:
     """Temporary memory of both, a little too much: the slots of a layer and of the one before, and what blocks of queries need."""
     return 2 * 4 * num_tokens * top_k + WORK_BYTES + BLOCK_BYTES
-
