@@ -106,10 +106,14 @@ class LatentCache:
     num_copies: int
     width: int
     dtype: str
+    key: tuple[int, str] | None = None
+    """Width and type of the keys by which tokens are chosen; None: they are not chosen here."""
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
-        return (CacheArray(self.num_copies, self.width, self.dtype),)
+        """Vectors, keys."""
+        sizes = [(self.width, self.dtype)] + ([] if self.key is None else [self.key])
+        return tuple(CacheArray(self.num_copies, *size) for size in sizes)
 
     @property
     def policy(self) -> CachePolicy:
@@ -204,7 +208,8 @@ def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bo
         latest = (StateArray(attention.state_heads, shape, config.dtype) for shape in attention.input_shapes(1 + num_drafts))
         return RowState((*arrays, *latest, StateArray(attention.state_heads, (1,), "float32")), keeps_inputs=True)
     if isinstance(attention, LatentAttention):
-        return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype)
+        key = None if attention.index is None else (attention.index.head_dim, config.dtype)
+        return LatentCache(attention.copies, attention.latent_dim + attention.rotated_dim, dtype, key)
     if config.encoder is not None:
         return NoCache()
     if attention.reads_layer is not None:

@@ -89,7 +89,10 @@ class ModelOptions:
     override_generation_config: Annotated[
         dict[str, Any] | None, "JSON object of default sampling values, over those of the generation config"
     ] = None
-    chat_template: Annotated[str | None, "file or text of a Jinja chat template; default: the tokenizer's own"] = None
+    chat_template: Annotated[
+        str | None,
+        "file or text of a Jinja chat template, or deepseek_v32; default: the tokenizer's own, or the one for its architecture",
+    ] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         "what the model is for: generate (text, and embeddings too) or pooling (embeddings, classes or scores: no head for text is "

@@ -18,9 +18,11 @@ from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
 from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 from jaxllm.metrics.stat_logger import StatLogger
+from jaxllm.models.load_config import read_config_json
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.start_times import StartTimes
+from jaxllm.text.built_in_templates import OF_ARCHITECTURES
 from jaxllm.text.generation_config import GenerationConfig, load_generation_config
 from jaxllm.text.input_processor import InputProcessor, ParentRequest
 from jaxllm.text.model_files import text_files
@@ -56,7 +58,10 @@ def load_texts(config: EngineConfig, times: StartTimes | None = None) -> Texts:
             directory = text_files(options.tokenizer, download_dir=options.download_dir)
         with (times or StartTimes()).part("tokenizer"):
             tokenizer = load_tokenizer(directory, name=options.tokenizer or options.model)
-    template = None if options.chat_template is None else _load_chat_template(options.chat_template)
+    template = options.chat_template
+    if template is None and tokenizer is not None and not tokenizer.chat_templates:
+        template = _built_in_template(model_directory)
+    template = None if template is None else _load_chat_template(template)
     return Texts(generation_config, tokenizer, template, model_directory)
 
 
@@ -236,6 +241,15 @@ class RequestProcessor:
             self._grammar_compiler.shutdown()
         self.input_processor.media.close()
         self.abort_all()
+
+
+def _built_in_template(directory: Path) -> str | None:
+    """The name of the template for the model in a directory; None: there is none."""
+    if not directory.is_dir():  # a GGUF file
+        return None
+    architectures = read_config_json(directory).get("architectures")
+    is_named = isinstance(architectures, list) and len(architectures) == 1
+    return OF_ARCHITECTURES.get(str(architectures[0])) if is_named else None
 
 
 def _load_chat_template(text_or_file: str) -> str:

@@ -126,8 +126,9 @@ _ENGINE = (
     # Model
     *_flags("a checkpoint's own code is never run; models that need it are refused by name", switches="trust_remote_code"),
     *_flags("a checkpoint's own code is never run", values="code_revision"),
-    *_refused("the tokenizer's files say which kind it is, and chat templates are Jinja; where the checkpoint has none, give one with "
-              "--chat-template", values="tokenizer_mode", harmless=("auto", "hf", "slow", "mistral")),
+    *_flags("the tokenizer's files say which kind it is, and chat templates are Jinja; where the checkpoint has none, give one with "
+            "--chat-template", values="tokenizer_mode", option="chat_template",
+            words={**dict.fromkeys(("auto", "hf", "slow", "mistral")), "deepseek_v32": "deepseek_v32"}),
     *_refused("the tokenizer is read at --revision; for another, download it and name its directory with --tokenizer",
               values="tokenizer_revision"),
     *_refused("set $HF_TOKEN or run `hf auth login`: a token on the command line is seen in the list of processes",

@@ -202,13 +202,41 @@ def test_llama_4_serves_one_chunk_of_attention(read):
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
-def test_attention_to_chosen_tokens_serves_sequences_of_which_all_are_chosen(read, architecture):
+def test_tokens_are_chosen_only_where_sequences_are_longer_than_all_chosen(read, architecture):
     given = {"architectures": [architecture], "max_position_embeddings": 163840, "num_nextn_predict_layers": 1}
-    config = read(given, max_model_len=2048)
-    assert config.max_position == 2048
-    assert "model.layers.4.self_attn.indexer." in config.names.ignored
-    with pytest.raises(ModelLoadError, match="max_model_len is 2049, but index_topk is 2048, .* use --max-model-len 2048"):
-        read(given, max_model_len=2049)
+    for length in (None, 2048):
+        config = read(given, max_model_len=length)
+        assert config.max_position == 2048 and {layer.attention.top_k for layer in config.layers} == {None}
+        assert "model.layers.4.self_attn.indexer." in config.names.ignored
+    config = read(given, max_model_len=2049)
+    assert config.max_position == 163840 and {layer.attention.top_k for layer in config.layers} == {2048}
+    assert not config.names.ignored
+    is_glm = architecture == "GlmMoeDsaForCausalLM"
+    index = config.layers[0].attention.index
+    assert (index.num_heads, index.head_dim, index.interleaved) == (32 if is_glm else 64, 128, is_glm)
+    assert (
+        read({**given, "indexer_rope_interleave": not is_glm}, max_model_len=2049).layers[0].attention.index.interleaved
+        != is_glm
+    )
+
+
+def test_layers_share_the_choice_of_tokens(read):
+    given = {"architectures": ["GlmMoeDsaForCausalLM"], "max_position_embeddings": 4096, "num_hidden_layers": 6}
+
+    def kinds(**changes):
+        config = read({**given, **changes}, max_model_len=4096)
+        shared = [layer for layer in range(6) if f"model.layers.{layer}.self_attn.indexer." in config.names.ignored]
+        assert shared == [number for number, layer in enumerate(config.layers) if layer.attention.index is None]
+        return shared
+
+    assert kinds(index_topk_freq=3) == [2, 3, 5]
+    assert kinds(index_topk_freq=2, index_skip_topk_offset=4) == [4]
+    assert kinds(index_topk_pattern="FSSFSSF") == kinds(index_topk_pattern=[*"FSSFSS"]) == [1, 2, 4, 5]
+    assert kinds(index_topk_pattern="FSSFSS", indexer_types=["full"] * 5 + ["shared"]) == [5]
+    with pytest.raises(ModelLoadError, match="the first layer takes the choice of tokens of an earlier one"):
+        kinds(index_topk_pattern="SFFFFF")
+    with pytest.raises(ModelLoadError, match="index_head_dim is 32, less than qk_rope_head_dim, which is 64"):
+        kinds(index_head_dim=32)
 
 
 def test_overrides_are_laid_over_the_file(read):

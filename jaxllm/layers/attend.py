@@ -95,9 +95,31 @@ class LatentProjection:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenScores:
+    """What scores of tokens are made of, normed and rotated: a query's score of a token is the sum over X heads of weight *
+    relu(q . key)."""
+
+    q_TXI: Array
+    key_TI: Array
+    weight_TX: Array
+    """Float32."""
+
+
 class AttendToLatents(Protocol):
     """As `Attend`, for a layer of latent attention."""
 
-    def __call__(self, layer: int, projection: LatentProjection, /, *, scale: float) -> Array:
-        """Outputs [T, N, V], of the heads' values."""
+    def __call__(
+        self,
+        layer: int,
+        projection: LatentProjection,
+        /,
+        *,
+        scale: float,
+        top_k: int | None = None,
+        token_scores: TokenScores | None = None,
+    ) -> Array:
+        """Outputs [T, N, V], of the heads' values. top_k: most tokens that a query sees; those with the highest scores, or without
+        scores those that the latest layer before chose by its own. None: it sees all before it."""
         ...

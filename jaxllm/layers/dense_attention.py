@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxllm.layers.attend import Attend, AttendToLatents, LatentProjection, Projection
+from jaxllm.layers.attend import Attend, AttendToLatents, LatentProjection, Projection, TokenScores
 from jaxllm.layers.linear import precision_of
 from jaxllm.layers.row_states import OneSequence
 from jaxllm.layers.step import Step
@@ -38,12 +38,24 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None, num_lat
 
 def dense_attend_to_latents(positions_T: Array, segment_ids_T: Array | None = None) -> AttendToLatents:
     """As `dense_attend`, for latent attention."""
+    chosen: list[Array] = []
+    """Whether each token was chosen, by the layers with scores."""
 
-    def attend(layer: int, projection: LatentProjection, *, scale: float) -> Array:
+    def attend(
+        layer: int,
+        projection: LatentProjection,
+        *,
+        scale: float,
+        top_k: int | None = None,
+        token_scores: TokenScores | None = None,
+    ) -> Array:
         q_TNP, q_TNE, latent_TL, rotated_TE = projection.finished()
         q_TNC = jnp.concatenate([absorb(q_TNP, projection.key_NPL), q_TNE], axis=-1)
         vector_T1C = jnp.concatenate([latent_TL, rotated_TE], axis=-1)[:, None]
         visible_TS = _visible(positions_T, segment_ids_T, None)
+        if token_scores is not None and top_k is not None:
+            chosen.append(_chosen(token_scores, visible_TS, top_k))
+        visible_TS = visible_TS if top_k is None else visible_TS & chosen[-1]
         sum_TNL = _attend(q_TNC[:, None], vector_T1C, latent_TL[:, None], visible_TS, scale, None)[:, 0]
         return values_of(sum_TNL, projection.value_NVL)
 
@@ -69,6 +81,15 @@ def _visible(positions_T: Array, segment_ids_T: Array | None, window: int | None
     if segment_ids_T is not None:
         visible_TS &= segment_ids_T[:, None] == segment_ids_T[None, :]
     return visible_TS
+
+
+def _chosen(of: TokenScores, visible_TS: Array, top_k: int) -> Array:
+    """Whether a token is among the visible ones with the highest scores; of equal ones the first counts."""
+    products_TXS = jnp.einsum("txi,si->txs", of.q_TXI, of.key_TI, precision="highest", preferred_element_type=jnp.float32)
+    score_TS = jnp.einsum("tx,txs->ts", of.weight_TX, jax.nn.relu(products_TXS), precision="highest")
+    order_TS = jnp.argsort(jnp.where(visible_TS, score_TS, -jnp.inf), axis=1, descending=True, stable=True)
+    place_TS = jnp.argsort(order_TS, axis=1)
+    return place_TS < top_k
 
 
 def _attend(

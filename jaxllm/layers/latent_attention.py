@@ -5,6 +5,7 @@ keys and values of latents is left to `pallas_kernels.mla_attention`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +19,7 @@ from jaxllm.layers.rope import head_order
 from jaxllm.layers.runs import joined, products_by_run, starts
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
+from jaxllm.layers.token_indexer import TokenIndexer
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import LatentAttention
 from pallas_kernels.quantize import Sums
@@ -65,6 +67,7 @@ class MultiHeadLatentAttention(nnx.Module):
             dtype,
             modules=[Module(names["query"][0], (N, P + E), _behind(P, rotated))],
         )
+        self.indexer = None if part.index is None else TokenIndexer(config, part, part.index, prefix)
         # Not a product of x: a checkpoint's quantised weights are widened.
         (key_value,) = names["key_value"]
 
@@ -88,7 +91,7 @@ class MultiHeadLatentAttention(nnx.Module):
         assert step.attend_to_latents is not None, "the step has no attention over latents"
         part = self.part
         projected = (self._projected(x_TD, step, start) for x_TD, start in zip(runs, starts(runs), strict=True))
-        queries, vectors = zip(*projected, strict=True)
+        queries, vectors, query_latents = zip(*projected, strict=True)
         cos_TE, sin_TE = step.angles(part.rope, part.rotated_dim)
         q_TNH = joined(queries)
         if part.query_scale is not None:
@@ -103,17 +106,22 @@ class MultiHeadLatentAttention(nnx.Module):
             value_NVL=self.value[...],
             eps=self.latent_norm.eps,
         )
-        out_TNV = step.attend_to_latents(self.layer, projection, scale=part.score_scale)
+        choice: dict[str, Any] = {} if part.top_k is None else {"top_k": part.top_k}
+        if self.indexer is not None:
+            choice["token_scores"] = self.indexer(runs, query_latents, step, (cos_TE, sin_TE))
+        out_TNV = step.attend_to_latents(self.layer, projection, scale=part.score_scale, **choice)
         return products_by_run(self.out, out_TNV, runs, step)
 
-    def _projected(self, x_TD: Array, step: Step, start: int) -> tuple[Array, Array]:
-        """Queries [T, N, P + E], and latents with rotated keys behind them [T, R + E], neither normed nor rotated."""
+    def _projected(self, x_TD: Array, step: Step, start: int) -> tuple[Array, Array, Array]:
+        """Queries [T, N, P + E], latents with rotated keys behind them [T, R + E], neither normed nor rotated, and what queries are
+        made of."""
         c_TC = step.product(self.latents, x_TD, start)
         if self.query_norm is None:
-            return step.product(self.query, x_TD, start), c_TC
+            return step.product(self.query, x_TD, start), c_TC, x_TD
         assert self.part.query_dim is not None
         query_TQ, c_TC = jnp.split(c_TC, [self.part.query_dim], axis=-1)
-        return step.product(self.query, self.query_norm(query_TQ), start), c_TC
+        query_TQ = self.query_norm(query_TQ)
+        return step.product(self.query, query_TQ, start), c_TC, query_TQ
 
 
 def _behind(start: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -4,7 +4,7 @@ Each part says what its tensors are called in a checkpoint, relative to the deco
 module for each.
 """
 
-from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, OutputGate, QueryScale
+from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention, OutputGate, QueryScale, TokenIndex
 from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
 from jaxllm.model_parts.decoder import Head, Layer, Names, Positions, StateMixer, TokenMixer
 from jaxllm.model_parts.encoder import Classifier, ClassifierHidden, Encoder
@@ -48,6 +48,7 @@ __all__ = [
     "Scoring",
     "ShortConv",
     "StateMixer",
+    "TokenIndex",
     "TokenMixer",
     "Vision",
     "VisionEncoder",

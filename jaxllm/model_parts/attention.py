@@ -134,6 +134,23 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class TokenIndex:
+    """What chooses the tokens that a query sees: those with the highest scores, sums over small heads of weight * relu(q . key).
+    Source: arXiv:2512.02556, section 2.1.
+
+    Its queries are products of the latents of queries, its keys and the weights of its heads of what attention takes. Of queries and
+    keys the first values turn, as many and by the same angles as those of attention.
+    """
+
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+    """Whether checkpoints have the values that turn together next to each other."""
+    key_norm: Norm
+    name: str = "self_attn.indexer"
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Attention over a latent vector per token, of which the keys and values of all heads are products. Source: arXiv:2405.04434.
 
@@ -159,18 +176,22 @@ class LatentAttention:
     query_scale: QueryScale | None = None
     bias: bool = False
     """Whether the products that give latents, and the output, have biases."""
+    top_k: int | None = None
+    """Most tokens that a query sees, which are chosen; None: it sees all before it."""
+    index: TokenIndex | None = None
+    """What chooses them; None: they are those of the latest layer that has one."""
     name: str = "self_attn"
     copies: int = 1
     """Devices that hold the latents of all tokens: each needs them whole for its heads."""
 
     @property
     def window(self) -> int | None:
-        """Keys that a token sees, as `Attention.window`: all before it."""
-        return None
+        """Keys that a token sees, as `Attention.window`; they need not be the latest."""
+        return self.top_k
 
     @property
     def flops_per_pair(self) -> float:
-        """Operations for each query token and token that it sees, over all heads."""
+        """Operations for each query token and token that it sees, over all heads, without those that choose the tokens."""
         return 2.0 * self.num_heads * (2 * self.latent_dim + self.rotated_dim)
 
     @property
@@ -179,13 +200,19 @@ class LatentAttention:
         query, latents = ("q_proj", []) if self.query_dim is None else ("q_b_proj", ["q_a_proj"])
         latents.append("kv_a_proj_with_mqa")
         parts = {"latents": latents, "query": [query], "key_value": ["kv_b_proj"], "out": ["o_proj"]}
+        if self.index is not None:
+            within = self.index.name.removeprefix(f"{self.name}.")
+            parts |= {"index_query": [f"{within}.wq_b"], "index_key": [f"{within}.wk"]}
         return {part: tuple(f"{self.name}.{name}" for name in names) for part, names in parts.items()}
 
     @property
     def values_per_token(self) -> int:
         """Intermediate values that a step has at once for each token, over all devices."""
         per_head = 3 * (self.latent_dim + self.rotated_dim) + self.plain_dim + self.value_dim
-        return self.num_heads * per_head + self.copies * 3 * (self.latent_dim + self.rotated_dim + (self.query_dim or 0))
+        whole = 3 * (self.latent_dim + self.rotated_dim + (self.query_dim or 0))
+        if self.index is not None:
+            whole += 3 * (self.index.num_heads + 1) * self.index.head_dim
+        return self.num_heads * per_head + self.copies * whole
 
     def indivisible(self, size: int) -> list[str]:
         """The numbers that keep this part from being split over `size` devices."""

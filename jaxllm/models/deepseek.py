@@ -1,14 +1,15 @@
 """DeepSeek-V2, V3 and V3.2, and Kimi-K2: attention over latents, experts behind a few dense layers. V3.2 chooses the tokens that are
-attended to, all of up to `index_topk` (2048): longer sequences are refused.
+attended to, all of up to `index_topk` (2048): where no sequence is longer, its layers are those of V3.
 
 Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2512.02556.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, LatentAttention, MoE, Norm, QueryScale, Rope, Routing
+from jaxllm.model_parts import MLP, LatentAttention, MoE, Norm, QueryScale, Rope, Routing, TokenIndex
 from jaxllm.models.config_reader import ConfigReader, yarn_magnitude
 from jaxllm.models.deepseek_routing import sigmoid_moe
 
@@ -42,7 +43,15 @@ DEFAULTS_V3 = {
     "moe_intermediate_size": 2048,
     "first_k_dense_replace": 3,
 }
-DEFAULTS_V32 = {"max_position_embeddings": 163840, "index_topk": 2048}
+DEFAULTS_V32 = {
+    "max_position_embeddings": 163840,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk_freq": 1,
+    "index_skip_topk_offset": 2,
+    "indexer_rope_interleave": False,
+}
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever rms_norm_eps is."""
 
@@ -77,14 +86,49 @@ def read_v3(c: ConfigReader, **fields: Any) -> ModelConfig:
 
 
 def read_v32(c: ConfigReader) -> ModelConfig:
-    c = c.with_defaults(**DEFAULTS_V32)
+    c = c.with_defaults(**{**DEFAULTS_V3, **DEFAULTS_V32})
     c.layer_kinds({"indexed_attention": True}, lambda layer: True)
-    config = read_v3(c)
-    layers = range(config.num_layers + config.num_spare_layers)
+    config, top_k = read_v3(c), c.integer("index_topk")
+    if c.max_model_len is None or c.max_model_len <= top_k:
+        layers = range(config.num_layers + config.num_spare_layers)
+        return replace(_without_indexers(config, layers), max_position=min(top_k, config.max_position))
+    have_index = _layers_with_index(c)
+    with_index, without = _index(c), [layer for layer, has_index in enumerate(have_index) if not has_index]
+    chosen = (
+        replace(layer, attention=replace(layer.attention, top_k=top_k, index=with_index if has_index else None))
+        for layer, has_index in zip(config.layers, have_index, strict=True)
+    )
+    return replace(_without_indexers(config, without), layers=tuple(chosen))
+
+
+def _without_indexers(config: ModelConfig, layers: Iterable[int]) -> ModelConfig:
+    """A config that leaves out what chooses tokens in these layers of the checkpoint, if it is there."""
     indexers = tuple(f"{config.layer_name(layer)}.self_attn.indexer." for layer in layers)
-    max_position = c.longest("index_topk", config.max_position, "attention to chosen tokens of longer sequences")
-    names = replace(config.names, ignored=(*config.names.ignored, *indexers))
-    return replace(config, names=names, max_position=max_position)
+    return replace(config, names=replace(config.names, ignored=(*config.names.ignored, *indexers)))
+
+
+def _layers_with_index(c: ConfigReader) -> tuple[bool, ...]:
+    """Whether each layer chooses tokens by its own index; the others take the choice of the latest that does. Source:
+    arXiv:2603.12201."""
+    every, offset, pattern = c.integer("index_topk_freq"), c.count("index_skip_topk_offset"), c.raw.get("index_topk_pattern")
+    kinds = {"full": True, "shared": False, "F": True, "S": False}
+    # Further entries are those of layers that predict later tokens, which have their own.
+    given = c.with_values(indexer_types=list(pattern)[: c.num_layers]) if isinstance(pattern, (str, list)) else c
+    given = c if c.raw.get("indexer_types") is not None else given
+    found = given.layer_kinds(kinds, lambda layer: max(layer - offset + 1, 0) % every == 0, "indexer_types")
+    if not found[0]:
+        c.faults.append("the first layer takes the choice of tokens of an earlier one, must have its own index")
+    return found
+
+
+def _index(c: ConfigReader) -> TokenIndex:
+    head_dim, rotated = c.integer("index_head_dim"), c.integer("qk_rope_head_dim")
+    if head_dim < rotated:
+        c.faults.append(f"index_head_dim is {head_dim}, less than qk_rope_head_dim, which is {rotated}")
+    if c.integer_or_none("q_lora_rank") is None:
+        c.faults.append("q_lora_rank is missing, and queries of the index are products of these latents")
+    key_norm = Norm("self_attn.indexer.k_norm", LATENT_EPS, centred=True, bias=True)
+    return TokenIndex(c.integer("index_n_heads"), head_dim, c.boolean("indexer_rope_interleave"), key_norm)
 
 
 def decoder(

@@ -48,6 +48,8 @@ DEFAULTS_DSA = {
     "v_head_dim": 256,
     "n_group": 1,
     "topk_group": 1,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
 }
 
 

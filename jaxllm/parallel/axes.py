@@ -35,6 +35,7 @@ MESH_AXES: dict[str, str | tuple[str, ...] | None] = {
     "vision": None,
     "audio": None,
     "class": None,
+    "index": None,
 }
 
 

@@ -3,6 +3,7 @@
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import LatentAttention
 
 
 def check_stages(config: EngineConfig, model: ModelConfig) -> None:
@@ -29,7 +30,20 @@ def layers_of_stages(config: EngineConfig, model: ModelConfig) -> tuple[range, .
     stops = [0]
     for count in given or _even(num_layers, num_stages):
         stops.append(stops[-1] + count)
+    for first in stops[1:-1]:
+        part = model.layers[first].attention
+        if isinstance(part, LatentAttention) and part.top_k is not None and part.index is None:
+            raise ConfigError(
+                f"layer {first} would be the first of a stage, but attends to the tokens that an earlier layer chooses; give "
+                f"--pipeline-parallel-layers by which each stage begins with one of the layers {_with_index(model)}"
+            )
     return tuple(map(range, stops, stops[1:]))
+
+
+def _with_index(model: ModelConfig) -> str:
+    """The layers that choose tokens themselves."""
+    parts = enumerate(layer.attention for layer in model.layers)
+    return ", ".join(str(number) for number, part in parts if isinstance(part, LatentAttention) and part.index is not None)
 
 
 def _even(num_layers: int, num_stages: int) -> list[int]:

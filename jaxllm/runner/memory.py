@@ -19,6 +19,7 @@ from jaxllm.layers.build import Widened
 from jaxllm.model_config import ModelConfig, check_max_model_len
 from jaxllm.parallel.topology import ONE_DEVICE, Topology
 from jaxllm.runner.drafter import Drafter
+from pallas_kernels import sparse_attention
 from pallas_kernels.collectives import WORKSPACE_BYTES
 
 COLLECTIVE_BYTES = 1536 << 20
@@ -332,7 +333,9 @@ def estimate_work_bytes(
     if topology.context > 1:  # each device attends with all tokens: their projections, and results of all parts
         attended = max(layer.attention.values_per_token for layer in set(model.layers) if layer.attention is not None)
         largest += num_tokens * (2 * attended // size + model.hidden_size) * itemsize
-    return int(1.25 * (largest + sampling + states)) + widened_bytes + waiting + (64 << 20)
+    counts = [part.top_k for part in model.latent_attentions if part.top_k is not None]
+    chosen = sparse_attention.work_bytes(num_tokens, max(counts)) if counts else 0
+    return int(1.25 * (largest + sampling + states)) + widened_bytes + waiting + chosen + (64 << 20)
 
 
 def entering_bytes(model: ModelConfig, num_tokens: int, num_stages: int) -> int:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheView, LayerPlace
-from jaxllm.layers.attend import LatentProjection, Projection
+from jaxllm.layers.attend import LatentProjection, Projection, TokenScores
 from jaxllm.layers.prompt_attention import attend_in_prompts
 from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.token_split import TokenSplit
-from pallas_kernels import mla_attention
+from pallas_kernels import mla_attention, sparse_attention
 from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.paged_attention.parts import Part, combine
 from pallas_kernels.rope_cache_write import rope_and_write
@@ -50,6 +50,8 @@ class PagedContext:
     """The later tokens of the step that tokens see too; None: attention is causal."""
     segment_T: jax.Array | None = None
     """In a step of an encoder: the prompt of each token, as `attend_in_prompts` takes it; None: attention is over the cache."""
+    chosen_TK: jax.Array | None = None
+    """Slots of the tokens that the latest layer with scores chose; None: there was none. Replaced as `caches` is."""
 
     def __call__(
         self,
@@ -97,10 +99,35 @@ class PagedContext:
             self.caches[index] = pages if place.view is None else pages.reshape(self.caches[index].shape)
         return out
 
-    def attend_to_latents(self, layer: int, projection: LatentProjection, *, scale: float) -> jax.Array:
-        """Attention output [T, N, V] of a layer whose cache is one array."""
+    def attend_to_latents(
+        self,
+        layer: int,
+        projection: LatentProjection,
+        *,
+        scale: float,
+        top_k: int | None = None,
+        token_scores: TokenScores | None = None,
+    ) -> jax.Array:
+        """Attention output [T, N, V] of a layer whose cache is an array of latents, and of keys that `token_scores` are made with."""
         place, table = self._find(layer)
-        (index,) = place.arrays
+        index = place.arrays[0]
+        if top_k is not None:
+            if token_scores is not None:
+                of_keys = place.arrays[1]
+                self.chosen_TK, self.caches[of_keys] = _write_and_choose(
+                    token_scores,
+                    self.caches[of_keys],
+                    table.page_table_RB,
+                    self.query_start_R1,
+                    self.kv_length_R,
+                    table.slot_T,
+                    num_queries=self.num_queries,
+                    top_k=top_k,
+                )
+            out, self.caches[index] = _write_and_attend_to_chosen(
+                projection, self.caches[index], self.chosen_TK, table.slot_T, kernels=self.kernels, scale=scale
+            )
+            return out
         out, self.caches[index] = _write_and_attend_to_latents(
             projection,
             self.caches[index],
@@ -236,17 +263,7 @@ def _write_and_attend_to_latents(
 ) -> tuple[jax.Array, jax.Array]:
     """One layer of latent attention. Returns outputs and cache."""
     kernel: dict[str, Any] = {"implementation": kernels.mla_attention, "interpret": kernels.interpret}
-    tokens, pages_P1SC = mla_attention.rope_and_write(
-        projection.q_TNH,
-        projection.vector_TC,
-        projection.cos_TE,
-        projection.sin_TE,
-        projection.norm_L,
-        pages_P1SC,
-        slot_T,
-        eps=projection.eps,
-        **kernel,
-    )
+    tokens, pages_P1SC = _written(projection, pages_P1SC, slot_T, kernel)
     key_NPL, value_NVL = projection.key_NPL, projection.value_NVL
     if num_queries is None:
         out_TNV = mla_attention.latent_attention(
@@ -258,3 +275,59 @@ def _write_and_attend_to_latents(
         q_TNL, tokens.q_TNE, pages_P1SC, page_table_RB, kv_length_R, num_queries=num_queries, scale=scale, **kernel
     )
     return mla_attention.values_of(sum_TNL, value_NVL), pages_P1SC
+
+
+@partial(jax.jit, static_argnames=("num_queries", "top_k"))
+def _write_and_choose(
+    scores: TokenScores,
+    pages_P1SI: jax.Array,
+    page_table_RB: jax.Array,
+    query_start_R1: jax.Array,
+    kv_length_R: jax.Array,
+    slot_T: jax.Array,
+    *,
+    num_queries: int | None,
+    top_k: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The tokens that one layer attends to. Returns their slots and the cache of the keys."""
+    pages_P1SI = sparse_attention.write_keys(pages_P1SI, scores.key_TI, slot_T)
+    rows = (page_table_RB, query_start_R1, kv_length_R)
+    options: dict[str, Any] = {"top_k": top_k, "num_queries": num_queries}
+    return sparse_attention.choose_tokens(scores.q_TXI, scores.weight_TX, pages_P1SI, *rows, **options), pages_P1SI
+
+
+@partial(jax.jit, static_argnames=("kernels", "scale"))
+def _write_and_attend_to_chosen(
+    projection: LatentProjection,
+    pages_P1SC: jax.Array,
+    chosen_TK: jax.Array,
+    slot_T: jax.Array,
+    *,
+    kernels: Kernels,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """One layer of latent attention to the tokens in these slots. Returns outputs and cache."""
+    kernel: dict[str, Any] = {"implementation": kernels.mla_attention, "interpret": kernels.interpret}
+    tokens, pages_P1SC = _written(projection, pages_P1SC, slot_T, kernel)
+    q_TNC = jnp.concatenate([mla_attention.absorb(tokens.q_TNP, projection.key_NPL), tokens.q_TNE], axis=-1)
+    sum_TNL = sparse_attention.attend_to_slots(
+        q_TNC, pages_P1SC, chosen_TK, latent_dim=projection.key_NPL.shape[2], scale=scale
+    )
+    return mla_attention.values_of(sum_TNL, projection.value_NVL), pages_P1SC
+
+
+def _written(
+    projection: LatentProjection, pages_P1SC: jax.Array, slot_T: jax.Array, kernel: Mapping[str, Any]
+) -> tuple[mla_attention.Tokens, jax.Array]:
+    """The tokens as attention takes them, and the cache with them."""
+    return mla_attention.rope_and_write(
+        projection.q_TNH,
+        projection.vector_TC,
+        projection.cos_TE,
+        projection.sin_TE,
+        projection.norm_L,
+        pages_P1SC,
+        slot_T,
+        eps=projection.eps,
+        **kernel,
+    )

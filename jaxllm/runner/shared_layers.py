@@ -19,6 +19,7 @@ from jaxllm.layers.norm import Normalization
 from jaxllm.layers.parameters import parameters
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import LatentAttention
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.paged_context import GroupTable, PagedContext
 
@@ -65,24 +66,41 @@ class SharedLayers:
         kept = [self.context.caches[index] for index in indices]
         table = None if place.group is None else self.context.tables[place.group]
         norm = replace(next_norm.norm, name="") if isinstance(next_norm, Normalization) else None
+        takes_choice, chooses = _choices(block)
+        chosen_TK = self.context.chosen_TK if takes_choice else None
         formats = tuple(variable.get_metadata("format") for _, variable in parameters(state))
-        key = (block.parts, norm, next_norm.before_quantized, formats, place.view, *map(_kinds, (state, runs, kept, table)))
+        kinds = map(_kinds, (state, runs, kept, table, chosen_TK))
+        key = (block.parts, norm, next_norm.before_quantized, formats, place.view, *kinds)
         if key not in self._functions:
             # The first layer stands for all: its number only says where its caches and its table are.
             def layer(
-                weights: list[Any], runs: list[Run], kept: list[jax.Array], table: GroupTable | None
-            ) -> tuple[list[Run], list[jax.Array]]:
+                weights: list[Any],
+                runs: list[Run],
+                kept: list[jax.Array],
+                table: GroupTable | None,
+                chosen_TK: jax.Array | None,
+            ) -> tuple[list[Run], list[jax.Array], jax.Array | None]:
                 block, next_norm = nnx.merge(graph, jax.tree.unflatten(structure, weights))
                 caches = dict(zip(indices, kept, strict=True))
                 tables = {} if place.group is None or table is None else {place.group: table}
-                runs = block(runs, next_norm, step.over(replace(self.context, caches=caches, tables=tables)))
-                return runs, [caches[index] for index in indices]
+                context = replace(self.context, caches=caches, tables=tables, chosen_TK=chosen_TK)
+                runs = block(runs, next_norm, step.over(context))
+                return runs, [caches[index] for index in indices], context.chosen_TK if chooses else None
 
-            self._functions[key] = _Traced.of(layer, weights, list(runs), kept, table)
-        new_runs, kept = self._functions[key](weights, list(runs), kept, table)
+            self._functions[key] = _Traced.of(layer, weights, list(runs), kept, table, chosen_TK)
+        new_runs, kept, chosen_TK = self._functions[key](weights, list(runs), kept, table, chosen_TK)
+        self.context.chosen_TK = chosen_TK if chooses else self.context.chosen_TK
         for index, array in zip(indices, kept, strict=True):
             self.context.caches[index] = array
         return new_runs  # type: ignore[no-any-return]
+
+
+def _choices(block: DecoderBlock) -> tuple[bool, bool]:
+    """Whether a layer takes the choice of tokens of one before it, and whether it makes one."""
+    part = block.parts.attention
+    if not isinstance(part, LatentAttention):
+        return False, False
+    return part.top_k is not None and part.index is None, part.index is not None
 
 
 @dataclass(frozen=True)

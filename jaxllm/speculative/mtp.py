@@ -4,6 +4,7 @@ Each combines the hidden state of a token, after the target's last norm, with th
 several of these layers, only the first is used: it goes on from its own results.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,25 @@ def make(directory: Path, target: ModelConfig, *, num_expert_devices: int = 1, *
 def _config(target: ModelConfig, num_expert_devices: int) -> ModelConfig:
     """One layer, the first behind the target's; all other tensors of the checkpoint are ignored."""
     names, first = target.names, target.num_layers
-    layer = target.layer_name(first) if names.next_token is None else f"{names.next_token}.layers.0"
-    others = [f"{target.layer_name(i)}." for i in range(first + target.num_spare_layers) if target.layer_name(i) != layer]
-    shared = [f"{layer}.{name}." for name in ("embed_tokens", "shared_head.head")]
+    name = target.layer_name(first) if names.next_token is None else f"{names.next_token}.layers.0"
+    others = [f"{target.layer_name(i)}." for i in range(first + target.num_spare_layers) if target.layer_name(i) != name]
+    shared = [f"{name}.{part}." for part in ("embed_tokens", "shared_head.head")]
     outside = [f"{name}." for name in (names.embedding, names.head, target.norm.name)]
-    names = replace(names, layer=layer, ignored=(*names.ignored, *others, *shared, *outside))
+    names = replace(names, layer=name, ignored=(*names.ignored, *others, *shared, *outside))
     # A layer with linear attention is not what predicts, wherever it stands in the target.
     like = next(each for each in reversed(target.layers) if isinstance(each.attention, (Attention, LatentAttention)))
-    return replace(target, layers=(_without_copies(like, num_expert_devices),), names=names, num_spare_layers=0)
+    layer = _without_copies(_with_own_index(like, target.layers), num_expert_devices)
+    return replace(target, layers=(layer,), names=names, num_spare_layers=0)
+
+
+def _with_own_index(like: Layer, layers: Sequence[Layer]) -> Layer:
+    """A layer that chooses the tokens that it attends to, if one of these does and this takes the choice of another."""
+    part = like.attention
+    if not isinstance(part, LatentAttention) or part.top_k is None:
+        return like
+    others = (each.attention for each in reversed(layers) if isinstance(each.attention, LatentAttention))
+    index = next(other.index for other in others if other.index is not None)
+    return replace(like, attention=replace(part, index=index))
 
 
 def _without_copies(layer: Layer, num_devices: int) -> Layer:

@@ -21,6 +21,7 @@ import jinja2.sandbox
 
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.log import logger
+from jaxllm.text.built_in_templates import OF_ARCHITECTURES, built_in_template
 from jaxllm.text.chat_media import PARTS, A
 
 if TYPE_CHECKING:
@@ -123,8 +124,10 @@ def template_variables(source: str) -> set[str]:
 
 
 def load_chat_template(text_or_file: str) -> str:
-    """The template that an option gives, as its text or as the path of a file. Raises ConfigError if it is no template."""
+    """The template that an option gives: its text, the path of a file, or a name of ours. Raises ConfigError if it is no template."""
     source = text_or_file
+    if source in OF_ARCHITECTURES.values():
+        return built_in_template(source)
     if "{" not in source and "\n" not in source:
         file = Path(source).expanduser()
         if not file.is_file():

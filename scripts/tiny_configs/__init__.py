@@ -343,9 +343,9 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         num_experts_per_tok=3,
         n_group=4,
         topk_group=2,
-        index_n_heads=2,
+        index_n_heads=16,
         index_head_dim=16,
-        index_topk=256,
+        index_topk=8,
     ),
     "glm4_moe_lite": Glm4MoeLiteConfig(
         **LATENT,
@@ -360,9 +360,9 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         q_lora_rank=24,
         n_routed_experts=8,
         num_experts_per_tok=3,
-        index_n_heads=2,
+        index_n_heads=16,
         index_head_dim=16,
-        index_topk=256,
+        index_topk=8,
         index_topk_freq=2,
     ),
     "mistral4": Mistral4Config(

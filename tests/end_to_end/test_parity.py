@@ -138,7 +138,11 @@ def test_other_engines(name, options):
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("qwen2", {}), ("qwen3_5_moe", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12})],
+    [
+        ("qwen2", {}),
+        ("deepseek_v32", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}),
+        ("qwen3_5_moe", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}),
+    ],
 )
 def test_live_against_transformers(name, options, tmp_path):
     """Without a golden, of random weights, in chunks on two devices."""

@@ -48,7 +48,7 @@ def golden(name: str) -> Golden:
 
 def load(directory: Path, *, tensor_parallel_size: int = 1, load_format: str = "auto") -> tuple[ModelConfig, nnx.State]:
     """A checkpoint in float32 on the first devices."""
-    config = load_model_config(directory).for_tensor_parallel(tensor_parallel_size)
+    config = load_model_config(directory, max_model_len=112).for_tensor_parallel(tensor_parallel_size)
     mesh = make_mesh(tensor_parallel_size)
     return config, load_weights(config, build_model(config), directory, load_format=load_format, mesh=mesh)
 

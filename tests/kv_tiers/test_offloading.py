@@ -26,7 +26,7 @@ CASES: list[list[Any]] = [
     ["qwen3", {}],
     ["qwen3", {"kv_cache_dtype": "fp8"}],
     ["gpt_oss", {"num_gpu_blocks_override": 40, "tensor_parallel_size": 2}],
-    ["deepseek_v3", {"tensor_parallel_size": 2, "async_scheduling": False}],
+    ["glm_moe_dsa", {"tensor_parallel_size": 2, "async_scheduling": False}],
     ["llama_gqa", {"speculative_config": NGRAM}],
 ]
 NUM_BLOCKS = 20

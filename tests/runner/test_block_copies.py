@@ -43,7 +43,7 @@ CASES: list[list[Any]] = [
     ["gemma3", {"tensor_parallel_size": 2}],  # windows; several groups share arrays
     ["llama_mqa", {"tensor_parallel_size": 4}],  # one KV head, copied
     ["deepseek_v3", {"dtype": "bfloat16"}],  # latents
-    ["deepseek_v3", {"tensor_parallel_size": 2}],  # latents, copied
+    ["glm_moe_dsa", {"tensor_parallel_size": 2}],  # latents and keys, copied
 ]
 
 

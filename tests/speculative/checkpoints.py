@@ -130,13 +130,16 @@ def turned(x, angle):
     return np.concatenate([first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], -1)
 
 
-def write_with_next_token_layer(folder: Path) -> Path:
-    """MTP_TARGET with a layer behind the last, which has its own values."""
-    folder = shutil.copytree(MTP_TARGET, folder / "model")
-    checkpoint, rng = open_checkpoint(MTP_TARGET), np.random.default_rng(2)
+def write_with_next_token_layer(folder: Path, target: Path = MTP_TARGET, index_of: int = LAST) -> Path:
+    """The target with a layer behind the last, which has its own values. index_of: the layer whose index it has, if layers have some."""
+    folder = shutil.copytree(target, folder / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 1}))
+    checkpoint, rng = open_checkpoint(target), np.random.default_rng(2)
     weights = {name: np.float32(checkpoint.tensor(name)) for name in checkpoint.entries}
-    layer, spare = f"model.layers.{LAST}.", f"model.layers.{LAST + 1}."
+    layer, spare, indexer = f"model.layers.{LAST}.", f"model.layers.{LAST + 1}.", f"model.layers.{index_of}.self_attn.indexer."
     behind = {name.replace(layer, spare): w for name, w in weights.items() if name.startswith(layer)}
+    behind |= {name.replace(str(index_of), str(LAST + 1), 1): w for name, w in weights.items() if name.startswith(indexer)}
     behind = {name: w * rng.uniform(0.5, 1.5, w.shape).astype(np.float32) for name, w in behind.items()}
     behind |= {
         f"{spare}{name}.weight": 1 + rng.standard_normal(H).astype(np.float32) / 4
@@ -182,16 +185,19 @@ def write_with_next_token_layer_apart(folder: Path, golden: str = "qwen3_5") -> 
 class NextTokenOracle:
     """The layer in float64, but for what a layer of the target is, which dense attention computes.
 
-    last: the target's last layer. offset: added to weights of norms.
+    last: the target's last layer. offset: added to weights of norms. index_of: the layer of the target whose index it has.
     """
 
-    def __init__(self, directory, last: int = LAST, offset: float = 0.0):
+    def __init__(self, directory, last: int = LAST, offset: float = 0.0, index_of: int | None = None):
         self.prefix, self.offset = f"model.layers.{last + 1}", offset
         checkpoint = open_checkpoint(directory)
         self.w = {name: np.float64(checkpoint.tensor(name)) for name in checkpoint.entries}
         # The layer as the last of a model.
         config = goldens.load(directory)[0]
-        deeper = dataclasses.replace(config, layers=(*config.layers, config.layers[-1]), num_spare_layers=0)
+        own, self.eps = config.layers[-1], config.norm.eps
+        if index_of is not None:
+            own = dataclasses.replace(own, attention=config.layers[index_of].attention)
+        deeper = dataclasses.replace(config, layers=(*config.layers, own), num_spare_layers=0)
         names = [f"{self.prefix}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens")]
         deeper = dataclasses.replace(deeper, names=dataclasses.replace(deeper.names, ignored=tuple(names)))
         model = build_model(deeper)
@@ -207,7 +213,7 @@ class NextTokenOracle:
         self.padded_layer, self.state = layer, state
 
     def norm(self, x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (self.w[f"{self.prefix}.{name}.weight"] + self.offset)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.eps) * (self.w[f"{self.prefix}.{name}.weight"] + self.offset)
 
     def drafts(self, tokens: list[int], hidden_states: HiddenStates, count: int) -> list[int]:
         """After these tokens."""

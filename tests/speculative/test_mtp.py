@@ -35,6 +35,15 @@ def test_drafts_are_those_of_the_layer_alone(directory):
 
 
 @pytest.mark.slow
+def test_a_layer_chooses_its_own_tokens_behind_one_that_takes_the_choice_of_another(tmp_path):
+    directory = write_with_next_token_layer(tmp_path, goldens.FOLDER / "glm_moe_dsa", index_of=1)
+    drafter = mtp.make(directory, goldens.load(directory)[0], num_drafts=2)
+    states, oracle = target_hidden_states(*goldens.load(directory), ()), NextTokenOracle(directory, index_of=1)
+    engine = ByHand(drafter, *goldens.load(directory), states)
+    engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=3)
+
+
+@pytest.mark.slow
 def test_drafts_of_a_layer_beside_a_hybrid_model_are_those_of_the_layer_alone(tmp_path):
     """As Qwen 3.5 has it: like the target's last layer with attention, norms with weights from zero, a tied head."""
     directory, as_behind = write_with_next_token_layer_apart(tmp_path)

@@ -1,0 +1,11 @@
+"""Chat templates of models whose checkpoints have none, and say in code how a conversation is written."""
+
+from importlib import resources
+
+OF_ARCHITECTURES = {"DeepseekV32ForCausalLM": "deepseek_v32"}
+"""Names of templates, which --chat-template takes in place of a file."""
+
+
+def built_in_template(name: str) -> str:
+    """The template of this name."""
+    return (resources.files("jaxllm") / "data" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
