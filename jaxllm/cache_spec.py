@@ -25,7 +25,7 @@ from typing import Protocol
 from jaxllm.cache_policy import FULL, CachePolicy, WindowPolicy, num_blocks_for
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import FP8, ModelConfig
-from jaxllm.model_parts import CrossAttentionLayer, GatedDeltaNet, LatentAttention, StateMixer, TokenMixer
+from jaxllm.model_parts import CrossAttentionLayer, LatentAttention, StateMixer, TokenMixer
 
 _BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 WORD_BYTES = 4
@@ -203,7 +203,7 @@ def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bo
         types = (config.dtype, "float32")
         shapes = zip(attention.state_shapes, types, strict=False)
         arrays = tuple(StateArray(attention.state_heads, shape, dtype) for shape, dtype in shapes)
-        if not num_drafts or not isinstance(attention, GatedDeltaNet):
+        if not num_drafts:
             return RowState(arrays)
         latest = (StateArray(attention.state_heads, shape, config.dtype) for shape in attention.input_shapes(1 + num_drafts))
         return RowState((*arrays, *latest, StateArray(attention.state_heads, (1,), "float32")), keeps_inputs=True)

@@ -1,6 +1,7 @@
 """Linear attention by the gated delta rule. Source: arXiv:2412.06464."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.causal_conv import causal_conv, convolved_before
-from jaxllm.layers.latest_inputs import LatestInputs
+from jaxllm.layers.causal_conv import causal_conv
+from jaxllm.layers.latest_inputs import mix
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.row_states import StateRows
@@ -79,14 +80,8 @@ class GatedDelta(nnx.Module):
         if arrays is None:
             shapes = ((2, num_heads, *shape) for shape in part.state_shapes)
             arrays = tuple(jnp.zeros(shape, kind) for shape, kind in zip(shapes, (dtype, jnp.float32), strict=True))
-        before, latest = tuple(arrays[:2]), arrays[2:]
-
         qkv_TKC, z_TKC = jnp.split(qkvz_TKC, [C], axis=2)
-        if latest:
-            kept = LatestInputs(latest[:-1], latest[-1], states.rows)
-            out_TKGV, after = self._mix_drafts(qkv_TKC, ba_TKC, before, kept, step)
-        else:
-            out_TKGV, after = self._mix(qkv_TKC, ba_TKC, before, states.rows, step)
+        out_TKGV, after = mix(partial(self._mix, step=step), (qkv_TKC, ba_TKC), arrays, states.rows)
         states.write(self.layer, after)
 
         activation = jax.nn.sigmoid if part.gate == "sigmoid" else jax.nn.silu
@@ -96,14 +91,15 @@ class GatedDelta(nnx.Module):
 
     def _mix(
         self,
-        qkv_TKC: Array,
-        ba_TKC: Array,
+        inputs: Sequence[Array],
         arrays: tuple[Array, ...],
         rows: StateRows,
-        step: Step,
         is_there_T11: Array | None = None,
+        *,
+        step: Step,
     ) -> tuple[Array, tuple[Array, ...]]:
-        """The sums of tokens [T, K, G, V], and both states behind them. is_there_T11: tokens that change the matrices; None: all do."""
+        """The sums of tokens [T, K, G, V], and both states behind them: see `latest_inputs.Mix`."""
+        qkv_TKC, ba_TKC = inputs
         H, V, G, dtype = self.part.key_dim, self.part.value_dim, self.part.group_size, qkv_TKC.dtype
         conv_state, delta_state = arrays
         qkv_TKC, conv_state = causal_conv(qkv_TKC, self.conv[...], conv_state, rows)
@@ -118,26 +114,6 @@ class GatedDelta(nnx.Module):
             q_TKH, k_TKH, v_TKGV, log_decay_TKG, beta_TKG, delta_state, rows.row_R, rows.is_new_R, rows.query_start_R1
         )
         return out_TKGV, (conv_state, delta_state)
-
-    def _mix_drafts(
-        self, qkv_TKC: Array, ba_TKC: Array, arrays: tuple[Array, ...], latest: LatestInputs, step: Step
-    ) -> tuple[Array, tuple[Array, ...]]:
-        """As `_mix`, in an engine with drafts; returns the latest inputs too."""
-        rows, (conv_state, _) = latest.rows, arrays
-        latest_qkv, latest_ba = latest.right()
-        _, (_, delta_state) = self._mix(latest_qkv, latest_ba, arrays, latest.kept_rows, step, latest.is_right_T11)
-        arrays = (convolved_before(latest_qkv, latest.num_right_R, conv_state, rows), delta_state)
-        kept = latest.kept((qkv_TKC, ba_TKC))
-        if rows.query_start_R1 is not None and latest.spans.has_drafts_R is None:
-            own = rows._replace(row_R=jnp.arange(len(rows.row_R), dtype=jnp.int32))
-            copied_R1 = jnp.append(rows.row_R, len(conv_state) - 1)  # the last row of the states takes writes of padding
-            out_TKGV, _ = self._mix(qkv_TKC, ba_TKC, tuple(array[copied_R1] for array in arrays), own, step)
-            return out_TKGV, (*arrays, *kept)
-        old = [array[rows.row_R] for array in arrays]
-        out_TKGV, after = self._mix(qkv_TKC, ba_TKC, arrays, rows, step)
-        if rows.query_start_R1 is not None:
-            after = tuple(map(latest.unless_drafted, after, old))
-        return out_TKGV, (*after, *kept)
 
 
 def _normed(x_TKH: Array) -> Array:

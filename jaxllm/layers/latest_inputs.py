@@ -7,11 +7,23 @@ that are right for sure change states at once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array
 
+from jaxllm.layers.causal_conv import convolved_before
 from jaxllm.layers.row_states import Spans, StateRows
+
+
+class Mix(Protocol):
+    """What a layer computes of its inputs and states."""
+
+    def __call__(
+        self, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows, is_there_T11: Array | None = None
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The outputs of tokens, and the states behind them. arrays: before them, the first the last inputs of a convolution over the
+        first of inputs. is_there_T11: tokens that change the other states; None: all do."""
 
 
 @dataclass(frozen=True)
@@ -79,3 +91,35 @@ class LatestInputs:
         row_R = self.rows.row_R
         is_old_R = has_drafts_R.reshape(-1, *[1] * (new_N.ndim - 1))
         return new_N.at[row_R].set(jnp.where(is_old_R, old_R, new_N[row_R]))
+
+
+def mix(compute: Mix, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows) -> tuple[Array, tuple[Array, ...]]:
+    """The outputs of a step's tokens, and all that the layer keeps behind them.
+
+    inputs: [T, K, C] each. arrays: what the layer keeps, as many states by row as there are inputs and, in an engine with drafts, behind
+    them latest inputs.
+    """
+    states, latest = arrays[: len(inputs)], arrays[len(inputs) :]
+    if not latest:
+        return compute(inputs, states, rows)
+    return _mix_drafts(compute, inputs, states, LatestInputs(latest[:-1], latest[-1], rows))
+
+
+def _mix_drafts(
+    compute: Mix, inputs: Sequence[Array], arrays: tuple[Array, ...], latest: LatestInputs
+) -> tuple[Array, tuple[Array, ...]]:
+    """As `mix`, in an engine with drafts."""
+    rows, right, (convolved, *_) = latest.rows, latest.right(), arrays
+    _, (_, *others) = compute(right, arrays, latest.kept_rows, latest.is_right_T11)
+    arrays = (convolved_before(right[0], latest.num_right_R, convolved, rows), *others)
+    kept = latest.kept(inputs)
+    if rows.query_start_R1 is not None and latest.spans.has_drafts_R is None:
+        own = rows._replace(row_R=jnp.arange(len(rows.row_R), dtype=jnp.int32))
+        copied_R1 = jnp.append(rows.row_R, len(convolved) - 1)  # the last row of the states takes writes of padding
+        out, _ = compute(inputs, tuple(array[copied_R1] for array in arrays), own)
+        return out, (*arrays, *kept)
+    old = [array[rows.row_R] for array in arrays]
+    out, after = compute(inputs, arrays, rows)
+    if rows.query_start_R1 is not None:
+        after = tuple(map(latest.unless_drafted, after, old))
+    return out, (*after, *kept)

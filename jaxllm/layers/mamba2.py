@@ -1,6 +1,7 @@
 """Mamba-2. Source: arXiv:2405.21060."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.causal_conv import causal_conv
+from jaxllm.layers.latest_inputs import mix
 from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.runs import products, products_by_run
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
@@ -92,16 +95,32 @@ class Mamba2Mixer(nnx.Module):
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
         part, states = self.part, step.states
         assert states is not None, "the step has no states by row"
-        G, P, S, C = part.group_size, part.head_dim, part.state_size, part.num_channels
+        G, P, C = part.group_size, part.head_dim, part.num_channels
         inputs_TKC = products(self.inputs, runs, step)
         num_groups, dtype = inputs_TKC.shape[1], inputs_TKC.dtype
         arrays: Any = states.read(self.layer)
         if arrays is None:
             shapes = ((2, num_groups, *shape) for shape in part.state_shapes)
             arrays = tuple(jnp.zeros(shape, kind) for shape, kind in zip(shapes, (dtype, jnp.float32), strict=True))
-        (conv_state, state), rows = arrays, states.rows
-
         z_TKC, xbc_TKC, step_TKG = jnp.split(inputs_TKC, [G * P, G * P + C], axis=2)
+        out_TKGP, after = mix(partial(self._mix, step=step), (xbc_TKC, step_TKG), arrays, states.rows)
+        states.write(self.layer, after)
+
+        gated_TKGP = out_TKGP.astype(jnp.float32) * jax.nn.silu(z_TKC.astype(jnp.float32)).reshape(out_TKGP.shape)
+        return products_by_run(self.out, self._normed(gated_TKGP, step.shards).astype(dtype), runs, step)
+
+    def _mix(
+        self,
+        inputs: Sequence[Array],
+        arrays: tuple[Array, ...],
+        rows: StateRows,
+        is_there_T11: Array | None = None,
+        *,
+        step: Step,
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The outputs of tokens [T, K, G, P] before their gates, and both states behind them: see `latest_inputs.Mix`."""
+        (xbc_TKC, step_TKG), (conv_state, state), part = inputs, arrays, self.part
+        G, P, S, dtype = part.group_size, part.head_dim, part.state_size, xbc_TKC.dtype
         xbc_TKC, conv_state = causal_conv(xbc_TKC, self.conv[...], conv_state, rows)
         if self.conv_bias is not None:
             xbc_TKC += self.conv_bias[...].astype(jnp.float32)
@@ -109,8 +128,10 @@ class Mamba2Mixer(nnx.Module):
         dt_TKG = jax.nn.softplus(step_TKG.astype(jnp.float32) + self.step_bias[...])
         if part.time_step_limit is not None:
             dt_TKG = jnp.clip(dt_TKG, *part.time_step_limit)
+        if is_there_T11 is not None:
+            dt_TKG = jnp.where(is_there_T11, dt_TKG, 0)
         out_TKGP, state = step.state_space(
-            x_TKC.reshape(-1, num_groups, G, P),
+            x_TKC.reshape(*x_TKC.shape[:2], G, P),
             b_TKS,
             c_TKS,
             dt_TKG,
@@ -121,10 +142,7 @@ class Mamba2Mixer(nnx.Module):
             rows.is_new_R,
             rows.query_start_R1,
         )
-        states.write(self.layer, (conv_state, state))
-
-        gated_TKGP = out_TKGP.astype(jnp.float32) * jax.nn.silu(z_TKC.astype(jnp.float32)).reshape(out_TKGP.shape)
-        return products_by_run(self.out, self._normed(gated_TKGP, step.shards).astype(dtype), runs, step)
+        return out_TKGP, (conv_state, state)
 
     def _normed(self, x_TKGP: Array, shards: Shards) -> Array:
         """The RMS norm over the heads of each group."""

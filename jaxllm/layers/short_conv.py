@@ -7,7 +7,9 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.causal_conv import causal_conv
+from jaxllm.layers.latest_inputs import mix
 from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.runs import products, products_by_run
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
@@ -52,8 +54,15 @@ class GatedShortConv(nnx.Module):
         if arrays is None:
             (shape,) = self.part.state_shapes
             arrays = (jnp.zeros((2, x_TKC.shape[1], *shape), x_TKC.dtype),)
-        convolved_TKC, state_NKjC = causal_conv(b_TKC * x_TKC, self.conv[...], arrays[0], states.rows)
-        states.write(self.layer, (state_NKjC,))
+        convolved_TKC, after = mix(self._mix, (b_TKC * x_TKC,), arrays, states.rows)
+        states.write(self.layer, after)
         if self.conv_bias is not None:
             convolved_TKC += self.conv_bias[...].astype(jnp.float32)
         return products_by_run(self.out, c_TKC * convolved_TKC.astype(c_TKC.dtype), runs, step)
+
+    def _mix(
+        self, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows, is_there_T11: Array | None = None
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """See `latest_inputs.Mix`."""
+        convolved_TKC, state_NKjC = causal_conv(inputs[0], self.conv[...], arrays[0], rows)
+        return convolved_TKC, (state_NKjC,)

@@ -279,8 +279,7 @@ class GatedDeltaNet:
         return (self.kernel_size - 1, self.num_channels), (self.group_size, self.key_dim, self.value_dim)
 
     def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes, for a row and key head, of the inputs from which the states behind some tokens follow: those of the convolution, and a
-        rate of change and one of decay for each value head."""
+        """See `StateMixer`: inputs of the convolution, and a rate of change and one of decay for each value head."""
         return (num_tokens, self.num_channels), (num_tokens, 2 * self.group_size)
 
     @property

@@ -11,7 +11,9 @@ from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.short_conv import ShortConv
 
 StateMixer = GatedDeltaNet | Mamba2 | ShortConv
-"""Parts that keep states by row: for each of `state_heads` arrays of `state_shapes`, the first in the model's type, others in float32."""
+"""Parts that keep states by row: for each of `state_heads` arrays of `state_shapes`, the first in the model's type, others in float32.
+With drafts also arrays of `input_shapes`, one for each of these, all in the model's type: the inputs from which the states behind some
+tokens follow."""
 TokenMixer = Attention | LatentAttention | StateMixer
 """Parts by which tokens take from those before them."""
 

@@ -58,6 +58,10 @@ class Mamba2:
         """Shapes for a row and group: the last inputs of the convolution, and the matrices of its heads."""
         return (self.kernel_size - 1, self.num_channels), (self.group_size, self.head_dim, self.state_size)
 
+    def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """See `StateMixer`: inputs of the convolution, and a time step for each head."""
+        return (num_tokens, self.num_channels), (num_tokens, self.group_size)
+
     @property
     def flops_per_pair(self) -> float:
         """Operations for each query token and token that it sees: none."""

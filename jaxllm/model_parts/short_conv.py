@@ -35,6 +35,10 @@ class ShortConv:
         """Shapes for a row and head: the last inputs of the convolution."""
         return ((self.kernel_size - 1, self.head_dim),)
 
+    def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """See `StateMixer`: inputs of the convolution."""
+        return ((num_tokens, self.head_dim),)
+
     @property
     def flops_per_pair(self) -> float:
         """Operations for each query token and token that it sees: none."""

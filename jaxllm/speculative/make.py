@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxllm.cache_spec import RowState, cache_specs
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.hub import resolve_model
@@ -60,11 +59,6 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
         raise ConfigError("speculative_config: this model writes no tokens; leave speculative_config out")
     if target.attends_to_audio:
         raise ConfigError(f"speculative_config: {target.architecture} has no drafts here; leave speculative_config out")
-    if any(isinstance(spec, RowState) and spec.arrays and not spec.keeps_inputs for spec in cache_specs(target, num_drafts=1)):
-        raise ConfigError(
-            f"speculative_config: {target.architecture} has layers whose states by row cannot drop a wrong draft; leave "
-            "speculative_config out"
-        )
     try:
         are_elsewhere = config.parallel.num_ranks > 1 and config.parallel.nnodes > 1
         return Drafters(options, _drafter(options, config, target), are_elsewhere)
