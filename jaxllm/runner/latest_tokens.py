@@ -41,7 +41,7 @@ class TokensOnHost:
     def read(self, step: "StepInFlight") -> None:
         """Called before each step that `forward` computes."""
 
-    def follow(self, batch: Batch, hidden: Hidden) -> None:
+    def follow(self, step: "StepInFlight", hidden: Hidden) -> None:
         """Called behind each step that `forward` computes, once its tokens are sampled."""
 
 

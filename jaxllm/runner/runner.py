@@ -595,7 +595,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         if batch.sample_rows:
             tokens = self.sampling.launch(step.batches, hidden, step.mask_TW)
             self.on_sampled(self.row_arrays.last_token_N)
-        self.tokens.follow(batch, hidden)
+        self.tokens.follow(step, hidden)
         step.done = [part.drawn for part in tokens] or self.ranks.split(hidden.columns_NC)
         step.parts = [*tokens, *step.parts]
 
