@@ -50,6 +50,8 @@ class LatestTokens(StepFeature):
 
     width = 1
     """Most tokens that a row samples in a step."""
+    proposes = False
+    """Whether programs propose drafts."""
     num_shown = 0
     """Number of results of `shown`."""
     num_lookahead = 0

@@ -11,7 +11,7 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 
 from jaxllm.errors import GrammarError
 from jaxllm.request import Grammar
-from jaxllm.structured.forced_tokens import ForcedTokens, compile_with_usual_spaces
+from jaxllm.structured.forced_tokens import ForcedTokens
 from jaxllm.structured.token_table import Vocabulary, parser_limits
 
 BITS = 32
@@ -28,10 +28,8 @@ class Template:
     num_tokens: int
     """Tokens in llguidance's masks."""
     num_bytes: int
-    drafts_forced: bool = False
-    """Whether the tokens that it forces are drafts."""
-    usual: LLMatcher | None = None
-    """See `ForcedTokens`."""
+    forced: ForcedTokens | None = None
+    """The tokens that it forces, if they are drafts."""
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, grammar: Grammar, *, drafts_forced: bool = False) -> "Template":
@@ -40,9 +38,9 @@ class Template:
         if matcher.is_error():
             raise GrammarError("the grammar could not be compiled again")
         matcher.compute_bitmask()  # builds what the copies share
-        usual = compile_with_usual_spaces(vocabulary, grammar) if drafts_forced else None
-        num_bytes = grammar.num_bytes * (1 if usual is None else 2) + 1000
-        return cls(matcher, vocabulary.table.vocab_size, num_bytes, drafts_forced, usual)
+        forced = ForcedTokens.of(vocabulary, grammar) if drafts_forced else None
+        num_bytes = grammar.num_bytes * (1 if forced is None else 2) + 1000
+        return cls(matcher, vocabulary.table.vocab_size, num_bytes, forced)
 
 
 class Matcher:
@@ -71,14 +69,14 @@ class Matcher:
         """The first of the last masks that could not be computed: how many tokens are still to come before it, and why."""
         self.is_done = False
         """Whether the output is complete and nothing but its end can follow."""
-        self._forced = ForcedTokens(template.usual) if template.drafts_forced else None
+        self._forced = None if template.forced is None else template.forced.copy()
         self.num_next_drafts = 0
         """See OutputMatcher."""
 
     def next_drafts(self, drafts: Sequence[int]) -> list[int]:
         """The last token expected from a step that verifies these drafts, and those forced behind it, which are drafts for the next step;
         empty if there are none. Sets `num_next_drafts`."""
-        expected = [] if self._forced is None or self._awaited else self._forced.next_tokens(self._matcher)
+        expected = [] if self._forced is None or self._awaited else self._forced.behind(self._matcher)
         for draft in drafts:
             if not expected or expected[0] != draft:
                 break

@@ -92,6 +92,10 @@ class Drafts(LatestTokens):
         return 1 + self.drafter.num_drafts
 
     @property
+    def proposes(self) -> bool:  # type: ignore[override]
+        return self.drafter.proposes
+
+    @property
     def num_lookahead(self) -> int:  # type: ignore[override]
         return self.drafter.num_lookahead
 
