@@ -77,11 +77,6 @@ def make(config: EngineConfig, target: ModelConfig) -> Drafters:
             f"speculative_config: {target.architecture} has layers whose states by row cannot drop a wrong draft; leave "
             "speculative_config out"
         )
-    if options.method == "grammar" and (config.parallel.num_ranks > 1 or config.parallel.nnodes > 1):
-        raise ConfigError(
-            "speculative_config: the method grammar is for one host without data_parallel_size, whose steps have drafts of all ranks; take "
-            "ngram, or leave one of the two options out"
-        )
     try:
         are_elsewhere = config.parallel.num_ranks > 1 and config.parallel.nnodes > 1
         return Drafters(options, _drafter(options, config, target), are_elsewhere)

@@ -23,7 +23,7 @@ DEFAULT_LOOKUP = 5
 DEFAULT_FORCED = 7
 """Most drafts of a row for the method grammar: most names of properties have fewer tokens, with what stands between them and values."""
 
-Method = Literal["grammar", "ngram", "draft_model", "eagle", "eagle3", "mtp"]
+Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp", "grammar"]
 METHODS: tuple[str, ...] = typing.get_args(Method)
 _METHODS_TEXT = f"the methods are {', '.join(METHODS)}"
 ALIASES: Mapping[str, Method] = {
@@ -153,6 +153,11 @@ def of_engine(config: EngineConfig) -> SpeculativeConfig | None:
             raise _error(f"model: {error}") from error
 
     found = SpeculativeConfig.of(raw, tensor_parallel_size=config.parallel.tensor_parallel_size, read_config=read_config)
+    if found.method == "grammar" and (config.parallel.num_ranks > 1 or config.parallel.nnodes > 1):
+        raise _error(
+            "the method grammar is for engines on one host without data-parallel ranks (data_parallel_size with enable_expert_parallel), "
+            "but nnodes or they are set; take another method"
+        )
     if found.model is not None and not read_config(found.model, found.revision):
         raise _error(f"model {found.model!r} has no config.json; give the directory or hub id of a checkpoint")
     return found

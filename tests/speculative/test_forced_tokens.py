@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.request import EngineCoreRequest, FinishReason, Grammar
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.speculative.grammar import GrammarControl
-from jaxllm.speculative.options import DEFAULT_FORCED, SpeculativeConfig
+from jaxllm.speculative.options import DEFAULT_FORCED, SpeculativeConfig, of_engine
 from jaxllm.structured.grammar_text import grammar_text
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
@@ -160,6 +161,10 @@ def test_the_options_of_the_method():
     for name, value in (("model", "demo"), ("rejection_sample_method", "standard"), ("prompt_lookup_min", 2)):
         with pytest.raises(ConfigError, match=f"{name} is set, but it is for"):
             SpeculativeConfig.of({"method": "grammar", name: value})
+    options = {"model": "demo", "speculative_config": {"method": "grammar"}}
+    for parallel in ({"data_parallel_size": 2, "enable_expert_parallel": True}, {"nnodes": 2, "tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match="method grammar is for engines on one host"):
+            of_engine(EngineConfig.from_options(**options, **parallel))
 
 
 @pytest.mark.slow
