@@ -96,6 +96,8 @@ class OutputMatcher(Protocol):
 
     is_done: bool
     """Whether the output is complete without an EOS token."""
+    num_next_drafts: int
+    """How many drafts the grammar has for the step behind the latest one that samples."""
 
     def advance(self, token_id: int) -> None:
         """Advance by one token. Raises GrammarError if the grammar does not allow it."""

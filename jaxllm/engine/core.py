@@ -122,7 +122,7 @@ class EngineCore:
         self.ops = OpQueue(self.executor)
         self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor, self.ops)
         self._expert_load = None if features.expert_load is None else features.expert_load.new_reader(self.ops)
-        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size)
+        self.grammars = Grammars(self._vocabulary, self.model_config.padded_vocab_size, drafts_forced=features.drafts_forced)
         self.needed_programs = NeededPrograms(self.executor)
         self._items = tuple(features.items.values())
         self._kv_tiers = kv_tiers = features.kv_tiers

@@ -3,7 +3,7 @@
 A `ModelRunner` is the executor of one process. Calls after the start take and return only values that can be sent to another host.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -42,6 +42,10 @@ class PendingStep(Protocol):
 
     def drafts(self) -> list[list[int]]:
         """The drafts that each request of `sampled_ids` computes in this step, if any is masked. Waits until they are proposed."""
+
+    def set_next_drafts(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Set drafts of some requests of `sampled_ids`, by index: the last token expected from this step, then drafts for the next, which
+        count only if that token is drawn. Called before `sample`."""
 
     def sample(self) -> None:
         """With masked requests: start sampling under `mask_TW`. Returns at once."""

@@ -79,6 +79,10 @@ class Speculation(Protocol):
     def drafter(self) -> "Drafter": ...
 
     @property
+    def drafts_forced(self) -> bool:
+        """Whether drafts are the tokens that grammars force."""
+
+    @property
     def described(self) -> Mapping[str, Any]:
         """All that the compiled programs depend on, as JSON values."""
 
@@ -285,6 +289,11 @@ class Features:
     @property
     def drafter(self) -> "Drafter | None":
         return None if self.speculation is None else self.speculation.drafter
+
+    @property
+    def drafts_forced(self) -> bool:
+        """Whether drafts are the tokens that grammars force."""
+        return self.speculation is not None and self.speculation.drafts_forced
 
     @property
     def adaptation(self) -> "Adaptation | None":

@@ -30,10 +30,15 @@ class Grammars:
     A Preparation: a request fits as soon as it has its matcher.
     """
 
-    def __init__(self, load_vocabulary: "Callable[[tuple[int, ...]], Vocabulary]", num_columns: int):
-        """`load_vocabulary` takes the ids of EOS tokens. It is called with the first grammar, because it takes a second."""
+    def __init__(
+        self, load_vocabulary: "Callable[[tuple[int, ...]], Vocabulary]", num_columns: int, *, drafts_forced: bool = False
+    ):
+        """`load_vocabulary` takes the ids of EOS tokens. It is called with the first grammar, because it takes a second.
+
+        drafts_forced: whether the tokens that grammars force are drafts."""
         self._load_vocabulary = load_vocabulary
         self._num_columns = num_columns
+        self._drafts_forced = drafts_forced
         self._thread: ThreadPoolExecutor | None = None
         self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}
         self._templates: OrderedDict[str, tuple[Template, int]] = OrderedDict()
@@ -139,7 +144,7 @@ class Grammars:
         start = time.perf_counter()
         if eos_token_ids not in self._vocabularies:
             self._vocabularies[eos_token_ids] = self._load_vocabulary(eos_token_ids)
-        template = Template.of(self._vocabularies[eos_token_ids], grammar)
+        template = Template.of(self._vocabularies[eos_token_ids], grammar, drafts_forced=self._drafts_forced)
         logger.debug("compiled a grammar of %d characters in %.3f s", len(grammar.text), time.perf_counter() - start)
         return template
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def fill(step: "PendingStep", requests: Mapping[str, Request]) -> None:
-    """Write what each request may sample, behind its last token and behind each of its drafts. All tokens before the step are known.
+    """Write what each request may sample, behind its last token and behind each of its drafts, and its drafts for the next step. All
+    tokens before the step are known.
 
     requests: the unfinished ones by id. Other rows of the step may sample anything; their tokens are dropped.
     """
@@ -23,7 +24,10 @@ def fill(step: "PendingStep", requests: Mapping[str, Request]) -> None:
         from jaxllm.structured.matcher import Matcher, fill_masks  # imports llguidance
 
         drafts = step.drafts()
-        fill_masks([(r.matcher, row * width, drafts[row]) for row, r in rows if isinstance(r.matcher, Matcher)], mask_TW)
+        masked = [(row, r.matcher) for row, r in rows if isinstance(r.matcher, Matcher)]
+        fill_masks([(matcher, row * width, drafts[row]) for row, matcher in masked], mask_TW)
+        if next_drafts := {row: tokens for row, matcher in masked if (tokens := matcher.next_drafts(drafts[row]))}:
+            step.set_next_drafts(next_drafts)
     for row, request in rows:
         if request.thinking is not None and (token_id := request.thinking.forced_token_id) is not None:
             force_token(mask_TW[row * width], token_id)

@@ -1,6 +1,6 @@
 """The executor of host 0: sends each call to the other hosts and runs it on its own devices."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -177,6 +177,9 @@ class _Step:
 
     def drafts(self) -> list[list[int]]:
         return self._own.drafts()
+
+    def set_next_drafts(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        raise AssertionError("grammars have no drafts for an engine on several hosts")
 
     def sample(self) -> None:
         self._others = self._executor.expect_others()

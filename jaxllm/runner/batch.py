@@ -130,7 +130,7 @@ class BatchBuilder:
         start_R = np.fromiter(starts, np.int32, num_rows)
         num_known_R, variant = rows.num_known_N[index_R], Variant(rows.variant_N[index_R].max(initial=Variant.GREEDY))
         need = Need.SAMPLE if plan.masked_request_ids else Need(rows.need_N[index_R].max(initial=Need.DECODE))
-        if need >= Need.HIDDEN or (start_R + 1 < num_known_R).any():
+        if need >= Need.HIDDEN or (need == Need.SAMPLE and num_drafts) or (start_R + 1 < num_known_R).any():
             return None
         samples_apart, width = need == Need.SAMPLE, self.buckets.fit_width(plan.num_drafts)
         chunks = [  # the last token of a prompt, computed alone

@@ -26,10 +26,16 @@ class Buckets:
     """Rows of such a step that another program samples, with logprobs, state or masks; empty: it runs as any other step."""
     widths: tuple[int, ...] = (1,)
     """Tokens that a row may sample in a step: 1, and 1 with drafts."""
+    proposes: bool = False
+    """Whether rows without masks have drafts: those that programs propose."""
 
     @classmethod
-    def choose(cls, config: EngineConfig, policy: KernelPolicy, *, num_drafts: int = 0) -> "Buckets":
-        """The configured sizes, or those of the policy up to the scheduler's limits. num_drafts: most of a row."""
+    def choose(
+        cls, config: EngineConfig, policy: KernelPolicy, *, num_drafts: int = 0, proposes: bool | None = None
+    ) -> "Buckets":
+        """The configured sizes, or those of the policy up to the scheduler's limits. num_drafts: most of a row. proposes: whether programs
+        propose them; None: they do."""
+        proposes = num_drafts > 0 and proposes is not False
         scheduler, max_rows = config.scheduler, config.scheduler.max_num_seqs
         usual_tokens, max_tokens = scheduler.max_num_batched_tokens, scheduler.max_step_tokens
         assert max_rows is not None and usual_tokens is not None, "platform defaults are resolved before buckets are chosen"
@@ -38,7 +44,7 @@ class Buckets:
             decode = (*decode, policy.max_draft_rows)  # larger steps have no program with drafts
         tokens = config.compile.token_buckets or policy.tokens
         # Ranks and hosts must choose alike, whatever programs each has; drafts are proposed of mixed steps.
-        samples_apart = bool(policy.rows_apart) and not num_drafts and config.parallel.num_ranks == config.parallel.nnodes == 1
+        samples_apart = bool(policy.rows_apart) and not proposes and config.parallel.num_ranks == config.parallel.nnodes == 1
         return cls(
             policy,
             decode_rows=_up_to(decode, max_rows),
@@ -47,6 +53,7 @@ class Buckets:
             max_rows=max_rows,
             rows_apart=_up_to(config.compile.decode_buckets or policy.rows_apart, max_rows) if samples_apart else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
+            proposes=proposes,
         )
 
     @property
@@ -88,6 +95,10 @@ class Buckets:
     def widths_of(self, num_rows: int) -> tuple[int, ...]:
         """The widths of a step of so many rows."""
         return self.widths if self.policy.has_drafts(num_rows) else self.widths[:1]
+
+    def widths_without_masks(self, num_rows: int) -> tuple[int, ...]:
+        """Those of a step without masks."""
+        return self.widths_of(num_rows) if self.proposes else self.widths[:1]
 
     def rows_for_tokens(self, num_tokens: int) -> int:
         """Rows of a step of `num_tokens` tokens: each request computes at least one."""

@@ -108,6 +108,10 @@ class Drafter(Protocol):
         """For measurements: by place, how often a draft counts as right whose predecessors do, whatever it is; else empty."""
 
     @property
+    def proposes(self) -> bool:
+        """Whether it proposes anything. If not, the drafts are those of `PendingStep.set_next_drafts` alone."""
+
+    @property
     def needs_history(self) -> bool:
         """Whether it must be shown the tokens of a request that no step computes, because their keys and values are cached."""
 

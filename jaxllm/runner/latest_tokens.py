@@ -41,7 +41,7 @@ class TokensOnHost:
     def read(self, step: "StepInFlight") -> None:
         """Called before each step that `forward` computes."""
 
-    def follow(self, batch: Batch, hidden: Hidden) -> None:
+    def follow(self, step: "StepInFlight", hidden: Hidden) -> None:
         """Called behind each step that `forward` computes, once its tokens are sampled."""
 
 
@@ -50,6 +50,8 @@ class LatestTokens(StepFeature):
 
     width = 1
     """Most tokens that a row samples in a step."""
+    proposes = False
+    """Whether programs propose drafts."""
     num_shown = 0
     """Number of results of `shown`."""
     num_lookahead = 0

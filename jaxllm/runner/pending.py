@@ -41,6 +41,8 @@ class StepInFlight:
     draft in row i * width + d, with the width of the batch: bit b of word w allows token 32 w + b. Allows every token at first."""
     draft_NK: Mapping[int, jax.Array] = field(default_factory=dict)
     """With masked requests and drafts: `DraftRows.draft_NK` before the step, by the ranks of this process."""
+    next_drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """See `PendingStep.set_next_drafts`."""
     start_sampling: "Callable[[StepInFlight], None] | None" = None
     """With masked requests, until `sample` is called."""
     was_sampled_late: bool = False
@@ -78,6 +80,10 @@ class StepInFlight:
         num_drafts_R = batch.layout.views(batch.buffer).columns_RC[:, Column.NUM_DRAFTS]
         found = (draft_NK[row.index, :count].tolist() for row, count in zip(batch.sampled, num_drafts_R, strict=False))
         return [[*takewhile(NO_DRAFT.__ne__, tokens)] for tokens in found]
+
+    def set_next_drafts(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """See PendingStep."""
+        self.next_drafts = tokens
 
     def sample(self) -> None:
         """Start sampling under the current mask. Returns at once."""

@@ -108,7 +108,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         functions = self._new_functions(plan, kernels, policy, processors, token_split)
         # Only full sampling knows the distribution that was sampled from.
         full_logprobs = config.model.logprobs_mode.startswith("processed")
-        self.buckets = Buckets.choose(config, policy, num_drafts=functions.latest.width - 1)
+        self.buckets = Buckets.choose(config, policy, num_drafts=functions.latest.width - 1, proposes=functions.latest.proposes)
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.sampling = Sampling(
             self,
@@ -595,7 +595,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
         if batch.sample_rows:
             tokens = self.sampling.launch(step.batches, hidden, step.mask_TW)
             self.on_sampled(self.row_arrays.last_token_N)
-        self.tokens.follow(batch, hidden)
+        self.tokens.follow(step, hidden)
         step.done = [part.drawn for part in tokens] or self.ranks.split(hidden.columns_NC)
         step.parts = [*tokens, *step.parts]
 

@@ -63,7 +63,10 @@ class StepFunctions(Body):
         """As `forward`, over one token of each row: what `decode` computes before it samples. Drafts are proposed of other steps."""
         run = self.run(layout, 1, names, *arrays)
         hidden_RD = run.shards.check(run.hidden_TD, jnp.nan)
-        hidden_NWD, columns_NC = self._padded(hidden_RD[:, None], run.columns_RC)
+        hidden_RWD = hidden_RD[:, None]
+        if self.latest.width > 1:
+            hidden_RWD = jnp.pad(hidden_RWD, ((0, 0), (0, self.latest.width - 1), (0, 0)))
+        hidden_NWD, columns_NC = self._padded(hidden_RWD, run.columns_RC)
         return tuple(run.caches), run.rows, hidden_RD, hidden_NWD, columns_NC
 
     def _padded(self, hidden_RWD: jax.Array, columns_RC: jax.Array) -> tuple[jax.Array, jax.Array]:

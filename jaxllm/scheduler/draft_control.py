@@ -26,6 +26,10 @@ class DraftControl(Protocol):
         """Most drafts of a request in the latest step."""
 
     @property
+    def fits_rows(self) -> bool:
+        """Whether a step has room for no more drafts than its requests compute: no drafter proposes others behind it."""
+
+    @property
     def num_lookahead(self) -> int:
         """Positions behind the tokens of a step that the drafter writes to the cache."""
 

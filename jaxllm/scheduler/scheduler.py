@@ -607,7 +607,7 @@ class Scheduler:
             preempted_request_ids=self._preempted_ids.copy(),
             step_id=self._step_id,
             masked_request_ids=tuple(masked_ids),
-            num_drafts=most_drafts,
+            num_drafts=self._room_for_drafts(shares, most_drafts),
             ops=self._ops(shares),
         )
         if shares:
@@ -617,6 +617,12 @@ class Scheduler:
             self._finished_ids.clear()
             self._preempted_ids.clear()
         return plan
+
+    def _room_for_drafts(self, shares: list[Share], most_drafts: int) -> int:
+        """`SchedulerOutput.num_drafts` of a step."""
+        if self.drafts is None or not self.drafts.fits_rows:
+            return most_drafts
+        return max((row.num_drafts for _, _, row in shares), default=0)
 
     def _ops(self, shares: list[Share]) -> tuple[AnyDeviceOp, ...]:
         """Operations that tiers and rooms add before the step."""

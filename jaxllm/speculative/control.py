@@ -81,6 +81,8 @@ class AdaptiveControl:
         self.num_lookahead = num_lookahead
         self._most_drafts = most_drafts
         self._with_grammars = with_grammars
+        self.fits_rows = False
+        """See DraftControl."""
         self._of_request: dict[str, _Mean] = {}
         self._by_place = [_Mean(1.0) for _ in range(num_drafts)]
         """How often a draft at each place was right, and all before it."""

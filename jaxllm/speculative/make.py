@@ -18,12 +18,13 @@ from jaxllm.speculative import draft_model, eagle, mtp
 from jaxllm.speculative.control import AdaptiveControl
 from jaxllm.speculative.draft_model import DraftModel
 from jaxllm.speculative.eagle import Eagle
+from jaxllm.speculative.grammar import GrammarControl, GrammarDrafter
 from jaxllm.speculative.mtp import MultiTokenPrediction
 from jaxllm.speculative.ngram import NGramDrafter
 from jaxllm.speculative.options import SpeculativeConfig, of_engine
 from jaxllm.text.model_files import text_files
 
-AnyDrafter = NGramDrafter | DraftModel | Eagle | MultiTokenPrediction
+AnyDrafter = GrammarDrafter | NGramDrafter | DraftModel | Eagle | MultiTokenPrediction
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,27 @@ class Drafters:
     """Whether another host has drafts that this one, which makes the masks of grammars, would have to read."""
 
     @property
+    def drafts_forced(self) -> bool:
+        """See Speculation."""
+        return self.options.method == "grammar"
+
+    @property
     def described(self) -> Mapping[str, Any]:
         """See Speculation."""
         return {**dataclasses.asdict(self.options), **self.drafter.described}
 
     def new_control(self, policy: KernelPolicy) -> DraftControl:
         """See Speculation."""
+
+        def most_drafts(num_running: int) -> int:
+            return self.options.most_drafts(num_running) if policy.has_drafts(num_running) else 0
+
+        if self.drafts_forced:
+            return GrammarControl(self.options.num_speculative_tokens, most_drafts=most_drafts)
         return AdaptiveControl(
             self.options.num_speculative_tokens,
             self.drafter.num_lookahead,
-            most_drafts=lambda num_running: self.options.most_drafts(num_running) if policy.has_drafts(num_running) else 0,
+            most_drafts=most_drafts,
             # Synthetic acceptance would leave a grammar: it accepts what the target does not draw.
             with_grammars=not (self.drafter.synthetic_rates or self.are_elsewhere),
         )
@@ -72,6 +84,8 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
         "accepts_by_ratio": options.rejection_sample_method == "standard",
         "synthetic_rates": options.synthetic_rates_after_each,
     }
+    if options.method == "grammar":
+        return GrammarDrafter(num_drafts)
     if options.method == "ngram":
         return NGramDrafter(num_drafts, options.prompt_lookup_min, options.prompt_lookup_max, **acceptance)
     given, topology = config.model, Topology.of(config.parallel)

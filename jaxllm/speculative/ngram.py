@@ -31,6 +31,7 @@ class NGramDrafter:
     cache_specs: tuple[CacheSpec, ...] = ()
     model: nnx.Module | None = None
     layers: tuple[Layer, ...] = ()
+    proposes: bool = True
     needs_history: bool = True
     is_drawn: bool = False
     accepts_by_ratio: bool = False

@@ -20,8 +20,10 @@ from jaxllm.text.model_files import read_json, text_files
 MAX_DRAFTS = 16
 """Most drafts of a row in a step: the kernel that verifies them takes rows of so many tokens and one."""
 DEFAULT_LOOKUP = 5
+DEFAULT_FORCED = 7
+"""Most drafts of a row for the method grammar: most names of properties have fewer tokens, with what stands between them and values."""
 
-Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp", "grammar"]
 METHODS: tuple[str, ...] = typing.get_args(Method)
 _METHODS_TEXT = f"the methods are {', '.join(METHODS)}"
 ALIASES: Mapping[str, Method] = {
@@ -46,6 +48,7 @@ ONLY_FOR: Mapping[str, tuple[str, ...]] = {
     "revision": tuple(NEED_MODEL),
     "quantization": ("draft_model",),
     "draft_sample_method": (*NEED_MODEL, "mtp"),
+    "rejection_sample_method": ("ngram", *NEED_MODEL, "mtp"),
 }
 _NO_MODEL = ("ngram", "[ngram]")
 """Models that vLLM's scripts name for n-grams."""
@@ -109,7 +112,7 @@ class SpeculativeConfig:
             raise _error(f"model is missing: for the method {method} it names {NEED_MODEL[method]}")
         values = {**given, "method": method, "num_speculative_tokens": _num_drafts(given, method, read_config)}
         values |= _lookup(given)
-        if method == "ngram":
+        if method in ("ngram", "grammar"):
             values["draft_sample_method"] = "greedy"
         values["synthetic_acceptance_rates"] = _synthetic_rates(values)
         values.pop("synthetic_acceptance_length", None)
@@ -150,6 +153,11 @@ def of_engine(config: EngineConfig) -> SpeculativeConfig | None:
             raise _error(f"model: {error}") from error
 
     found = SpeculativeConfig.of(raw, tensor_parallel_size=config.parallel.tensor_parallel_size, read_config=read_config)
+    if found.method == "grammar" and (config.parallel.num_ranks > 1 or config.parallel.nnodes > 1):
+        raise _error(
+            "the method grammar is for engines on one host without data-parallel ranks (data_parallel_size with enable_expert_parallel), "
+            "but nnodes or they are set; take another method"
+        )
     if found.model is not None and not read_config(found.model, found.revision):
         raise _error(f"model {found.model!r} has no config.json; give the directory or hub id of a checkpoint")
     return found
@@ -241,7 +249,7 @@ def _method_of_config(config: Mapping[str, Any]) -> str:
 def _num_drafts(
     given: Mapping[str, Any], method: Method, read_config: Callable[[str | None, str | None], Mapping[str, Any]]
 ) -> int:
-    count = given.get("num_speculative_tokens")
+    count = given.get("num_speculative_tokens", DEFAULT_FORCED if method == "grammar" else None)
     if count is None and method == "mtp":
         config = read_config(None, None)
         text = config.get("text_config")

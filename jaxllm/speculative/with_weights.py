@@ -34,6 +34,7 @@ class DrafterWithWeights:
     """Seed of random weights."""
     synthetic_rates: tuple[float, ...] = ()
     feature_layers: tuple[int, ...] = ()
+    proposes: bool = True
     needs_history: bool = False
 
     @property

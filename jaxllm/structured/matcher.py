@@ -11,6 +11,7 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 
 from jaxllm.errors import GrammarError
 from jaxllm.request import Grammar
+from jaxllm.structured.forced_tokens import ForcedTokens
 from jaxllm.structured.token_table import Vocabulary, parser_limits
 
 BITS = 32
@@ -27,15 +28,19 @@ class Template:
     num_tokens: int
     """Tokens in llguidance's masks."""
     num_bytes: int
+    forced: ForcedTokens | None = None
+    """The tokens that it forces, if they are drafts."""
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, grammar: Grammar) -> "Template":
+    def of(cls, vocabulary: Vocabulary, grammar: Grammar, *, drafts_forced: bool = False) -> "Template":
         """Compile a grammar that passed a trial. Recurses deeply. Raises GrammarError."""
         matcher = LLMatcher(vocabulary.table, grammar.text, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise GrammarError("the grammar could not be compiled again")
         matcher.compute_bitmask()  # builds what the copies share
-        return cls(matcher, vocabulary.table.vocab_size, grammar.num_bytes + 1000)
+        forced = ForcedTokens.of(vocabulary, grammar) if drafts_forced else None
+        num_bytes = grammar.num_bytes * (1 if forced is None else 2) + 1000
+        return cls(matcher, vocabulary.table.vocab_size, num_bytes, forced)
 
 
 class Matcher:
@@ -64,6 +69,20 @@ class Matcher:
         """The first of the last masks that could not be computed: how many tokens are still to come before it, and why."""
         self.is_done = False
         """Whether the output is complete and nothing but its end can follow."""
+        self._forced = None if template.forced is None else template.forced.copy()
+        self.num_next_drafts = 0
+        """See OutputMatcher."""
+
+    def next_drafts(self, drafts: Sequence[int]) -> list[int]:
+        """The last token expected from a step that verifies these drafts, and those forced behind it, which are drafts for the next step;
+        empty if there are none. Sets `num_next_drafts`."""
+        expected = [] if self._forced is None or self._awaited else self._forced.behind(self._matcher)
+        for draft in drafts:
+            if not expected or expected[0] != draft:
+                break
+            del expected[0]
+        self.num_next_drafts = max(0, len(expected) - 1)
+        return expected if self.num_next_drafts else []
 
     def num_free(self, drafts: Sequence[int]) -> int | None:
         """How many of these tokens are the next before the grammar holds; None if it does not hold even behind all of them."""
@@ -88,6 +107,8 @@ class Matcher:
         if not self._matcher.consume_token(token_id):
             raise GrammarError("the output left its grammar")
         self._consumed.append(token_id)
+        if self._forced is not None:
+            self._forced.advance(token_id)
         if not self._ends_at_eos:
             self.is_done = self._only_end_remains()
 

@@ -264,9 +264,9 @@ def test_others_go_on_while_a_grammar_is_compiled(core, structured, monkeypatch)
     engines.reschedule(core)
     may_go_on, compile_template = threading.Event(), Template.of.__func__
 
-    def wait_and_compile(cls, vocabulary, grammar):
+    def wait_and_compile(cls, vocabulary, grammar, **options):
         assert may_go_on.wait(60)
-        return compile_template(cls, vocabulary, grammar)
+        return compile_template(cls, vocabulary, grammar, **options)
 
     monkeypatch.setattr(Template, "of", classmethod(wait_and_compile))
     core.add_request(structured("waits", {"regex": "ab1{2}"}))

@@ -65,8 +65,17 @@ def digests(token_ids: list[int]) -> list[int]:
 class RandomDrafts:
     """A DraftControl without any sense. It knows which requests have not ended, and with which share of right drafts."""
 
-    def __init__(self, rng: random.Random, *, num_drafts: int, num_lookahead: int = 0, share_right: float = 0.5):
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        num_drafts: int,
+        num_lookahead: int = 0,
+        share_right: float = 0.5,
+        fits_rows: bool = False,
+    ):
         self.rng, self.num_drafts, self.num_lookahead, self.share_right = rng, num_drafts, num_lookahead, share_right
+        self.fits_rows = fits_rows
         self.counts = DraftCounts(num_drafts)
         self.num_now = 0
 
@@ -223,7 +232,7 @@ class FakeRunner:
                 drawn = next_token(row.digest_at(row.num_computed - 1), self.vocab_size)
                 row.token_ids.append(drawn)
                 sampled[request_id], num_drafts[request_id] = [*right, drawn], planned.num_drafts
-                row.has_drafts = plan.num_drafts > 0
+                row.has_drafts = plan.num_drafts > 0 or (self.drafts is not None and self.drafts.fits_rows)
                 if row.has_drafts:
                     self._spoil(row)
         self.num_computed_tokens += plan.num_tokens

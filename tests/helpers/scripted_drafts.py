@@ -41,6 +41,7 @@ class ScriptedDrafter:
     synthetic_rates: tuple[float, ...] = ()
     is_drawn: bool = False
     accepts_by_ratio: bool = False
+    proposes: bool = True
     needs_history: bool = False
 
     def load(self, mesh: Any, progress: Any) -> Any:

@@ -65,7 +65,7 @@ def engine_programs(
     config = resolve_platform_defaults(
         EngineConfig.from_options(max_num_seqs=max_rows, max_num_batched_tokens=512), on_gpu=True
     )
-    drafter = SimpleNamespace(num_drafts=num_drafts, num_lookahead=num_lookahead, needs_history=True)
+    drafter = SimpleNamespace(num_drafts=num_drafts, num_lookahead=num_lookahead, proposes=True, needs_history=True)
     drafts = (Drafts(drafter, GPU, None, 1, 0, 0),) if num_drafts else ()
     adapters = Adapters(SimpleNamespace(changes_logits=True), None, slice(0), Kernels())
     model = SimpleNamespace(generates=True, pooling=SimpleNamespace(pooling_type="mean"), classifier=None, num_layers=1)

@@ -368,7 +368,9 @@ def run_load(
     if drafts is not None and num_stages == 1:
         num_drafts, num_lookahead, share_right = drafts
         rng = random.Random(seed + 1)
-        control = RandomDrafts(rng, num_drafts=num_drafts, num_lookahead=num_lookahead, share_right=share_right)
+        control = RandomDrafts(
+            rng, num_drafts=num_drafts, num_lookahead=num_lookahead, share_right=share_right, fits_rows=seed % 2 == 1
+        )
     options["max_num_prefill_tokens"] = options["max_num_batched_tokens"] + options.pop("more_for_prompts")
     least = num_blocks_for(policies, max_model_len, 4, options["max_num_prefill_tokens"])
     num_blocks = 1 + ((num_blocks - 1) * len(policies) if num_blocks else least)

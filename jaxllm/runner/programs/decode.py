@@ -27,7 +27,7 @@ class Decode(DecodeProgram):
             ProgramKey(self.name, size, variant, width=width, features=names)
             for size in reversed(programs.buckets.decode_rows)
             for variant in (Variant.GREEDY, Variant.RANDOM)
-            for width in programs.buckets.widths_of(size)
+            for width in programs.buckets.widths_without_masks(size)
             for names in programs.inputs.decode_sets
         ]
 

@@ -29,7 +29,7 @@ class Sample(ProgramKind):
             ProgramKey(self.name, size, variant, width=width, features=names)
             for size in reversed(programs.buckets.sample_rows)
             for variant in (Variant.GREEDY, Variant.RANDOM)
-            for width in programs.buckets.widths_of(size)
+            for width in programs.buckets.widths_without_masks(size)
             for names in programs.inputs.logits_sets
         ]
 

@@ -1,11 +1,12 @@
 """Starts the programs of drafts from the host, in addition to those of the step itself."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllm.runner.batch import Batch
+from jaxllm.runner.drafter import NO_DRAFT, Drafter
 from jaxllm.runner.features.drafts.programs import TOKENS_PER_SHOW
 from jaxllm.runner.features.drafts.rows import drafts_of
 from jaxllm.runner.heads import Device, Hidden
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 class DraftsOnHost(TokensOnHost):
     """Shows cached prefixes and steps to the drafter, and has drafts copied for grammars."""
 
-    def __init__(self, device: Device, *, needs_history: bool):
-        self._device, self._needs_history = device, needs_history
+    def __init__(self, device: Device, drafter: Drafter):
+        self._device, self._drafter = device, drafter
 
     def admit(self, batches: Sequence[Batch]) -> None:
         """Show the cached prefixes of requests to the drafter."""
-        if not self._needs_history:
+        if not self._drafter.needs_history:
             return
         device = self._device
         shown = [[part for row in batch.admitted for part in _cached_parts(row)] for batch in batches]
@@ -36,8 +37,13 @@ class DraftsOnHost(TokensOnHost):
             device.row_arrays = program(device.row_arrays, *device.put((row_and_position, tokens)))
 
     def keys(self, step: "StepInFlight") -> list[ProgramKey]:
+        proposing = (
+            [self.propose_key(step.batch)]
+            if self._drafter.proposes
+            else [ProgramKey("set_drafts")] * (step.mask_TW is not None)
+        )
         copies = [ProgramKey("drafts")] if self._is_read(step) else []
-        return [self.propose_key(step.batch), *copies]
+        return [*proposing, *copies]
 
     def propose_key(self, batch: Batch) -> ProgramKey:
         """The program that shows a step to the drafter."""
@@ -56,10 +62,21 @@ class DraftsOnHost(TokensOnHost):
     def _is_read(self, step: "StepInFlight") -> bool:
         return step.mask_TW is not None and step.batch.width > 1
 
-    def follow(self, batch: Batch, hidden: Hidden) -> None:
-        """Show a step to the drafter."""
-        program = self._device.program(self.propose_key(batch))
-        self._device.run_on_rows(program, hidden.hidden_TD, hidden.columns_NC, *hidden.shown)
+    def follow(self, step: "StepInFlight", hidden: Hidden) -> None:
+        """Show a step to the drafter, and set the drafts of grammars."""
+        if self._drafter.proposes:
+            program = self._device.program(self.propose_key(step.batch))
+            self._device.run_on_rows(program, hidden.hidden_TD, hidden.columns_NC, *hidden.shown)
+        if step.next_drafts:
+            self._set_drafts(step.batch.sampled, step.next_drafts)
+
+    def _set_drafts(self, sampled: Sequence[Row], next_drafts: Mapping[int, Sequence[int]]) -> None:
+        device, most = self._device, 1 + self._drafter.num_drafts
+        draft_RX = np.full((device.buckets.max_rows, 1 + most), NO_DRAFT, np.int32)
+        draft_RX[:, 0] = device.buckets.max_rows
+        for values, (index, tokens) in zip(draft_RX, next_drafts.items(), strict=False):
+            values[0], values[1 : 1 + len(tokens[:most])] = sampled[index].index, tokens[:most]
+        device.row_arrays = device.program(ProgramKey("set_drafts"))(device.row_arrays, device.put(draft_RX))
 
 
 def _cached_parts(row: Row) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""`propose`, `show` and `drafts`: the programs of an engine with a drafter."""
+"""`propose`, `show`, `set_drafts` and `drafts`: the programs of an engine with a drafter."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.runner.features.drafts.rows import drafts_of
+from jaxllm.runner.features.drafts.rows import drafts_of, set_drafts
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind, Wanted
 from jaxllm.runner.split_program import CompiledProgram, Lowered
@@ -74,6 +74,25 @@ class Show(ProgramKind):
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         arguments = (programs.rows, programs.ints(2), programs.ints(TOKENS_PER_SHOW))
         return programs.lower_on_ranks(self.drafts.show, arguments, donate=(0,))
+
+
+class SetDrafts(ProgramKind):
+    """See `set_drafts`: drafts from the host, of grammars."""
+
+    name = "set_drafts"
+
+    def __init__(self, num_drafts: int):
+        self.num_drafts = num_drafts
+
+    def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
+        return [ProgramKey(self.name)]
+
+    def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
+        return wanted.is_masked
+
+    def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
+        draft_RX = programs.ints(programs.buckets.max_rows, 2 + self.num_drafts)
+        return programs.lower_on_ranks(set_drafts, (programs.rows, draft_RX), donate=(0,))
 
 
 class CopyDrafts(ProgramKind):

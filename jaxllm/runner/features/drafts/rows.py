@@ -75,6 +75,15 @@ def forget_drafts(drafts: DraftRows, columns_RC: jax.Array) -> DraftRows:
     return drafts._replace(draft_NK=drafts.draft_NK.at[columns_RC[:, Column.TOKEN_ROW]].set(NO_DRAFT))
 
 
+def set_drafts(rows: RowArrays, draft_RX: jax.Array) -> RowArrays:
+    """Replace the drafts of some rows. draft_RX: row, the last token for which the drafts are, then the drafts, NO_DRAFT behind them. Rows
+    whose last token is another have none afterwards; padding names the last row."""
+    row_R, drafts = draft_RX[:, 0], drafts_of(rows)
+    is_expected_R1 = (rows.last_token_N[row_R] == draft_RX[:, 1])[:, None]
+    draft_NK = drafts.draft_NK.at[row_R].set(jnp.where(is_expected_R1, draft_RX[:, 2:], NO_DRAFT))
+    return rows.replaced(drafts=drafts._replace(draft_NK=draft_NK))
+
+
 def accept(
     drafts: DraftRows, columns_RC: jax.Array, token_RW: jax.Array, synthetic_rates: Sequence[float] = ()
 ) -> tuple[DraftRows, jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ from jaxllm.parallel.shards import Shards
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.drafter import NO_DRAFT, Drafter, Drafting, kept_logits
 from jaxllm.runner.features.drafts.host import DraftsOnHost
-from jaxllm.runner.features.drafts.programs import CopyDrafts, Propose, Show
+from jaxllm.runner.features.drafts.programs import CopyDrafts, Propose, SetDrafts, Show
 from jaxllm.runner.features.drafts.rows import (
     DraftRows,
     accept,
@@ -92,14 +92,24 @@ class Drafts(LatestTokens):
         return 1 + self.drafter.num_drafts
 
     @property
+    def proposes(self) -> bool:  # type: ignore[override]
+        return self.drafter.proposes
+
+    @property
     def num_lookahead(self) -> int:  # type: ignore[override]
         return self.drafter.num_lookahead
 
     def programs(self) -> Sequence[ProgramKind]:
-        return [Propose(self), *([Show(self)] if self.drafter.needs_history else []), CopyDrafts()]
+        proposing = [Propose(self)] if self.drafter.proposes else []
+        return [
+            *proposing,
+            *([Show(self)] if self.drafter.needs_history else []),
+            SetDrafts(self.drafter.num_drafts),
+            CopyDrafts(),
+        ]
 
     def on_host(self, device: Device) -> DraftsOnHost:
-        return DraftsOnHost(device, needs_history=self.drafter.needs_history)
+        return DraftsOnHost(device, self.drafter)
 
     def row_arrays(self, buckets: Buckets) -> dict[str, Any]:
         num_rows = buckets.num_rows
@@ -164,6 +174,8 @@ class Drafts(LatestTokens):
 
     def follow(self, functions: Any, variant: Variant, width: int, run: StepRun) -> None:
         """Show the step to the drafter, which proposes drafts for the next one if width > 1."""
+        if not self.drafter.proposes:
+            return
         if self.is_idle(len(run.columns_RC)):
             run.rows = run.rows.replaced(drafts=forget_drafts(drafts_of(run.rows), run.columns_RC))
             return
