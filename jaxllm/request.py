@@ -224,6 +224,8 @@ class Request:
     """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
     num_found_blocks: int = sys.maxsize
     """Fewest blocks that were found in the prefix cache at an admission. It computed none of them."""
+    most_found_blocks: int = 0
+    """Most blocks that were found there at an admission."""
     stored_states: set[int] = field(default_factory=set)
     """Positions before which its states by row were put into blocks."""
     accepted_counts: list[int] = field(default_factory=list)

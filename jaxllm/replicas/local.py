@@ -23,14 +23,13 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import SILENT, Progress
 from jaxllm.replicas.core import Replicas
 from jaxllm.replicas.devices import environments
+from jaxllm.replicas.processes import end_seconds
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes
 
 STEP_SECONDS = 0.02
 """The longest that `step` waits for outputs."""
-END_SECONDS = 5.0
-"""Seconds after which a process that was asked to end is killed."""
 
 
 class LocalReplicas(PauseCalls):
@@ -66,6 +65,7 @@ class LocalReplicas(PauseCalls):
         self._rerun: set[str] = set()
         """Requests that run for the second time. There is no third: a request that ends its replica would end them all."""
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._end_seconds = end_seconds(config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jaxllm-replicas", daemon=True)
         self._thread.start()
@@ -196,7 +196,7 @@ class LocalReplicas(PauseCalls):
             process.terminate()
         for process in self._processes:
             try:
-                process.wait(END_SECONDS)
+                process.wait(self._end_seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from jaxllm import address_space
+from jaxllm.config import EngineConfig
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.launch import start_engine
 from jaxllm.engine.messages import EngineStart
@@ -28,6 +29,11 @@ END_SECONDS = 5.0
 SECONDS_PER_GIB = 0.5
 """So much longer for each GiB of host memory for blocks (kv_offloading_size). The system takes 0.2 s to free a GiB of memory that processes
 share, and CUDA has to unlock it before."""
+
+
+def end_seconds(config: EngineConfig) -> float:
+    """END_SECONDS, and what the memory of all processes takes."""
+    return END_SECONDS + SECONDS_PER_GIB * (config.cache.kv_offloading_size or 0.0)
 
 
 class EngineProcess:
@@ -98,11 +104,6 @@ class EngineProcesses:
         return timeout + 30.0 if timeout else float("inf")
 
     @property
-    def end_seconds(self) -> float:
-        """END_SECONDS, and what the memory takes."""
-        return END_SECONDS + SECONDS_PER_GIB * (self._start.config.cache.kv_offloading_size or 0.0)
-
-    @property
     def clients(self) -> list[EngineClient]:
         return [engine.client for engine in self.each if engine.client is not None]
 
@@ -161,7 +162,8 @@ class EngineProcesses:
 
     async def end_all(self) -> None:
         """Ask all to end, and kill those that do not."""
-        await asyncio.gather(*(end(engine.process, self.end_seconds) for engine in self.each if engine.process is not None))
+        seconds = end_seconds(self._start.config)
+        await asyncio.gather(*(end(engine.process, seconds) for engine in self.each if engine.process is not None))
 
     def kill_all(self) -> None:
         for engine in self.each:

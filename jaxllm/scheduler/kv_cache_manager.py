@@ -287,6 +287,7 @@ class KVCacheManager:
                     self._store_filter.note_found(request, enumerate(group.blocks))
             table = self._tables[request.request_id] = _BlockTable(groups)
             request.num_found_blocks = min(request.num_found_blocks, table.num_shared)
+            request.most_found_blocks = max(request.most_found_blocks, table.num_shared)
             self._keep(request, shared)
         new_blocks = self.pool.allocate(num_new * len(groups))
         for index, group in enumerate(groups):

@@ -10,7 +10,7 @@ used by the next step even while other steps are in flight.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -40,6 +40,7 @@ from jaxllm.scheduler.results import Share, last_output, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
 from jaxllm.scheduler.state_checkpoints import StateCheckpoints
 from jaxllm.scheduler.totals import Totals
+from jaxllm.scheduler.unwritten import readers_of_unwritten
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -653,9 +654,11 @@ class Scheduler:
         """
         outputs: list[EngineCoreOutput] = []
         try:
-            shares = self._in_flight.pop(plan.step_id, ())
+            shares = self._in_flight.pop(plan.step_id, [])
             self._prompt_tokens_of.pop(plan.step_id, None)
             self._done_step_id = plan.step_id
+            if result.errors:
+                self._restart(readers_of_unwritten(plan, result, shares, self._in_flight.values()), shares)
             if self.drafts is not None:
                 self.drafts.note(shares, result)
             if take_in(shares, result, outputs, self._finish):
@@ -665,6 +668,19 @@ class Scheduler:
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
+
+    def _restart(self, requests: Collection[Request], shares: list[Share]) -> None:
+        """Compute requests again that read what nothing has written. Their tokens in this step, whose shares these are, and in those in
+        flight are dropped, and so is all that they computed."""
+        for step in (shares, *self._in_flight.values()) if requests else ():
+            step[:] = [share for share in step if share[0] not in requests]
+        for request in requests:
+            request.num_output_placeholders = request.num_drafts_in_flight = 0
+        for request in [request for request in reversed(self.running) if request in requests]:
+            self.running.remove(request)
+            self._preempt(request)
+        for request in requests:
+            self.cache_manager.discard_computed(request)
 
     def _discard_failed(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
         """Find nothing any more that failed requests computed: they may have been preempted, or have ended, before the step was over."""

@@ -236,6 +236,19 @@ def test_a_lone_request_that_gets_no_row_ends_alone(core, undisturbed, depth):
     check_survivors(engines.run(core, requests()), undisturbed, set())
 
 
+def test_nobody_reads_blocks_of_a_request_that_gets_no_row(core):
+    """Others with its prompt find them in the same step, and in those that are planned before it is known."""
+    prompt = [token for part in PROMPTS for token in part][:50]
+    copies = [engines.request(name, prompt, max_tokens=NUM_TOKENS) for name in ("fails", "a", "a2", "a3", "a4")]
+    alone = engines.run(core, copies[1:2])["a"].tokens
+    assert core.reset_prefix_cache()
+    engines.run(core, requests())  # whose keys and values stay in the blocks
+    with injected("row:id=fails:error"):
+        answers = engines.run(core, copies)
+    check_survivors(answers, {each.request_id: alone for each in copies}, {"fails"})
+    core.check_integrity()
+
+
 def test_a_refused_request_leaves_nothing_behind(core, undisturbed):
     with injected("add:id=b:error"):
         core.add_request(requests()[0])

@@ -2,11 +2,14 @@
 
 Whatever a request reads is compared with the digest of what it should read, so a block that was shared wrongly, reused
 too early or never written shows itself in the step that reads it. Drafts that are wrong leave digests of wrong tokens behind.
+
+Requests that get no row take no part in their steps. Until the results that say so are processed, others may read the blocks that they
+were to write: whoever does draws wrong tokens from then on, and leaves wrong digests behind.
 """
 
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +31,7 @@ from tests.helpers.fake_items import FakeDevice, ItemToken
 from tests.helpers.fake_tier import FakeTier
 
 _MASK = (1 << 61) - 1
-NOTHING, DAMAGED = (-1, -1), (-2, -2)
+NOTHING, DAMAGED, MISLED = (-1, -1), (-2, -2), (-3, -3)
 
 
 def digest(previous: int, token_id: int) -> int:
@@ -124,6 +127,8 @@ class _Row:
     """The digest that its state has, if there are states by row; None: what an earlier owner left."""
     item_at: dict[int, ItemToken] = field(default_factory=dict)
     """By position, where items stand. In `token_ids` their embeddings stand for the placeholder tokens."""
+    is_misled: bool = False
+    """Whether it read what was never written."""
 
     def digest_at(self, position: int) -> int:
         while len(self.digests) <= position:
@@ -165,6 +170,10 @@ class FakeRunner:
         """Initial value of digests by adapter slot."""
         self.staged: dict[int, int] = {}
         """Initial value of digests by the handle of an adapter that is being copied to a slot."""
+        self.gets_no_row: Callable[[str], bool] = lambda request_id: False
+        """Whether a request that is admitted gets no row."""
+        self.unreported: set[int] = set()
+        """Steps in which some got none, until their results are processed."""
 
     def stage(self, handle: int, data: np.ndarray) -> None:
         """See Executor. The data is what digests start from."""
@@ -192,12 +201,19 @@ class FakeRunner:
             self.rows.pop(request_id, None)
         for request_id in plan.finished_request_ids:
             self.written.pop(request_id, None)
+        errors = {data.request_id: "it got no row" for data in plan.new_requests if self.gets_no_row(data.request_id)}
+        if errors:
+            self.unreported.add(plan.step_id)
         for data in plan.new_requests:
-            self._admit(data)
+            if data.request_id not in errors:
+                self._admit(data)
         self._run_state_ops()
         num_known = len(plan.rows) - len(plan.new_requests)
         for planned in plan.rows[:num_known]:
-            row = self.rows[planned.request_id]
+            row = self.rows.get(planned.request_id)
+            if row is None:
+                assert self.unreported, "a request without a row is planned on"
+                continue
             self._extend(row, planned.new_blocks)
             if planned.start + 1 == len(row.token_ids):
                 self.device.check_costs()  # it decodes
@@ -207,48 +223,54 @@ class FakeRunner:
         assert plan.num_tokens or plan.ops
         assert plan.num_tokens == sum(planned.num_tokens for planned in plan.rows) <= self.max_tokens
         assert len(self.rows) <= self.max_num_seqs
-        for planned in plan.rows:
+        rows = [planned for planned in plan.rows if planned.request_id in self.rows]
+        for planned in rows:
             row = self.rows[planned.request_id]
             assert row.adapter_slot == NO_ADAPTER or self.slots[row.adapter_slot] == row.adapter, (
                 "another adapter is in its slot"
             )
-        foreseen = {planned.request_id: self._draft(self.rows[planned.request_id], planned) for planned in plan.rows}
-        for planned in plan.rows:
+        foreseen = {planned.request_id: self._draft(self.rows[planned.request_id], planned) for planned in rows}
+        for planned in rows:
             row, wrong = self.rows[planned.request_id], planned.num_drafts - len(foreseen[planned.request_id])
             row.token_ids += foreseen[planned.request_id]
             self._write(planned.request_id, row, planned.num_tokens - wrong, wrong)
         sampled, pooled, num_drafts = {}, {}, {}
-        for planned in plan.rows:
+        for planned in rows:
             request_id, count = planned.request_id, planned.num_tokens - planned.num_drafts
             row, right = self.rows[request_id], foreseen[request_id]
             count += len(right)
+            was_misled = row.is_misled
             self._check_reads(row, count)
             if self.num_state_blocks:
                 self._check_state(row, count)
+            if row.is_misled and not was_misled:
+                self._write(request_id, row, count, 0)
             row.num_computed += count
             if row.num_computed == len(row.token_ids) and row.pools:
-                pooled[request_id] = np.array(row.digests[: row.num_computed])
+                pooled[request_id] = np.array([*row.digests[: row.num_computed], *[0] * row.is_misled])
             elif row.num_computed == len(row.token_ids):
                 drawn = next_token(row.digest_at(row.num_computed - 1), self.vocab_size)
+                drawn = (drawn + row.is_misled) % self.vocab_size
                 row.token_ids.append(drawn)
                 sampled[request_id], num_drafts[request_id] = [*right, drawn], planned.num_drafts
                 row.has_drafts = plan.num_drafts > 0 or (self.drafts is not None and self.drafts.fits_rows)
                 if row.has_drafts:
                     self._spoil(row)
         self.num_computed_tokens += plan.num_tokens
-        return ModelRunnerOutput(sampled, num_drafts, pooled=pooled)
+        return ModelRunnerOutput(sampled, num_drafts, pooled=pooled, errors=errors)
 
     def _run_state_ops(self) -> None:
         """Loads, then stores."""
-        for op in self.state_ops:
+        ops = [op for op in self.state_ops if op.request_id in self.rows]
+        for op in ops:
             if isinstance(op, LoadState):
                 found = [self.memory[block] for block in op.block_ids]
-                states = {block[0][2] for block in found}
-                assert len(states) == 1 and len(found) == self.num_state_blocks, "blocks have parts of several states"
-                (state,) = states
-                assert found == [[("state", index, state)] * self.block_size for index in range(len(found))]
-                self.rows[op.request_id].state = state
-        for op in self.state_ops:
+                assert len(found) == self.num_state_blocks
+                row, state = self.rows[op.request_id], found[0][0][-1]
+                is_state = found == [[("state", index, state)] * self.block_size for index in range(len(found))]
+                self._expect(row, is_state, "blocks have no state, or parts of several")
+                row.state = state
+        for op in ops:
             if isinstance(op, StoreState):
                 state = self.rows[op.request_id].state
                 assert len(op.block_ids) == self.num_state_blocks
@@ -262,8 +284,13 @@ class FakeRunner:
     def _check_state(self, row: _Row, count: int) -> None:
         """The next `count` tokens follow the state that all before them left."""
         expected = row.digest_at(row.num_computed - 1) if row.num_computed else row.adapter
-        assert row.state == expected, f"position {row.num_computed} is computed with the state of others"
-        row.state = row.digest_at(row.num_computed + count - 1)
+        self._expect(row, row.state == expected, f"position {row.num_computed} is computed with the state of others")
+        row.state = MISLED[0] if row.is_misled else row.digest_at(row.num_computed + count - 1)
+
+    def _expect(self, row: _Row, is_right: bool, message: str) -> None:
+        """A row reads what it should, or is misled by a request without a row of which nobody knows yet."""
+        assert is_right or self.unreported, message
+        row.is_misled |= not is_right
 
     def _draft(self, row: _Row, planned: RowStep) -> list[int]:
         """The first drafts of a row that are right."""
@@ -289,6 +316,9 @@ class FakeRunner:
 
     def check_block(self, row: _Row, index: int) -> None:
         """A block holds the right tokens of its row, in each group that has not freed it."""
+        if row.is_misled:
+            assert self.unreported, "a request goes on that read what was never written"
+            return
         positions = range(index * self.block_size, (index + 1) * self.block_size)
         for group, table in enumerate(row.block_ids):
             if table[index] and self.policies[group].num_expired(row.num_computed, self.block_size) <= index:
@@ -299,6 +329,7 @@ class FakeRunner:
         self.rows.clear()
         self.written.clear()
         self.state_ops.clear()
+        self.unreported.clear()
         self.device.start_over(failed)
         self.memory = [[NOTHING] * self.block_size for _ in self.memory]
 
@@ -339,6 +370,8 @@ class FakeRunner:
             for position in range(max(row.num_computed, row.num_cached), end + num_wrong):
                 block, offset = self._slot(row, group, position)
                 block[offset] = (group, row.digest_at(position)) if position < end else NOTHING
+                if row.is_misled:
+                    block[offset] = MISLED
                 written.append((row.block_ids[group][position // self.block_size], offset, block[offset]))
 
     def damage(self, request_id: str, scheduler: Scheduler) -> None:
@@ -359,7 +392,8 @@ class FakeRunner:
             first = max(0, row.num_computed + 1 - policy.window) if isinstance(policy, WindowPolicy) else 0
             for position in range(first, row.num_computed + count):
                 block, offset = self._slot(row, group, position)
-                assert block[offset] == (group, row.digest_at(position)), f"position {position} holds something else"
+                right = (group, row.digest_at(position))
+                self._expect(row, block[offset] == right, f"position {position} holds something else")
 
 
 def runner_for(scheduler: Scheduler, vocab_size: int, rank: int = 0) -> FakeRunner:
@@ -408,8 +442,8 @@ class FakeEngine:
         """The latest block of each request that others may find holds no draft that was wrong."""
         for scheduler, runner in zip(self.schedulers, self.runners, strict=True):
             for request in scheduler.running:
-                table, row = scheduler.cache_manager._tables[request.request_id], runner.rows[request.request_id]
-                if table.num_published:
+                table, row = scheduler.cache_manager._tables[request.request_id], runner.rows.get(request.request_id)
+                if row is not None and table.num_published:
                     runner.check_block(row, table.num_published - 1)
 
     def collect(self) -> list[EngineCoreOutput]:
@@ -420,17 +454,22 @@ class FakeEngine:
         failing = list(self._failing(plan, result))
         outputs = self.scheduler.update_from_output(plan, result)
         self.scheduler.check_integrity()
+        for part, runner in zip(self._parts(plan), self.runners, strict=True):
+            runner.unreported.discard(part.step_id)
         for request_id, scheduler, runner in failing:
             runner.damage(request_id, scheduler)
         return outputs
 
     def _failing(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Iterable[tuple[str, Scheduler, FakeRunner]]:
         """The unfinished requests that fail in a step, with their scheduler and runner."""
-        plans = plan.ranks if isinstance(plan, RanksPlan) else [plan]
-        for part, scheduler, runner in zip(plans, self.schedulers, self.runners, strict=True):
+        for part, scheduler, runner in zip(self._parts(plan), self.schedulers, self.runners, strict=True):
             for request, _, row in scheduler._in_flight.get(part.step_id, ()) if result.errors else ():
                 if row.request_id in result.errors and not request.status.is_finished:
                     yield row.request_id, scheduler, runner
+
+    def _parts(self, plan: SchedulerOutput) -> Sequence[SchedulerOutput]:
+        """The plans of ranks."""
+        return plan.ranks if isinstance(plan, RanksPlan) else [plan]
 
     def start_over(self) -> None:
         """Consequences of a failed step: nothing in flight comes back, and the runner has forgotten everything."""

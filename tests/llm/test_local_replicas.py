@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,17 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineError
+from jaxllm.replicas import processes
 from jaxllm.replicas.local import LocalReplicas
 from tests.helpers.served_core import FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.replicas.test_processes import SLOW_END
 
 
-def test_two_replicas_share_the_work(tmp_path: Path) -> None:
-    config = EngineConfig.from_options(model=str(write_tokenizer(tmp_path)), data_parallel_size=2, max_num_seqs=4)
+def test_two_replicas_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "END_SECONDS", 0.01)
+    model = str(write_tokenizer(tmp_path))
+    config = EngineConfig.from_options(model=model, data_parallel_size=2, max_num_seqs=4, kv_offloading_size=8)
     core = LocalReplicas(config, core_factory=FACTORY)
     llm = LLM.from_config(config, core=core)
     try:
@@ -31,8 +37,13 @@ def test_two_replicas_share_the_work(tmp_path: Path) -> None:
             llm.generate("hi", endless, use_tqdm=False)
         llm.wake_up()
         assert len(llm.generate("hi", endless, use_tqdm=False)[0].outputs[0].token_ids) == 30
+        slow = subprocess.Popen([sys.executable, "-c", SLOW_END], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert slow.stdout is not None and slow.stdout.readline()
+        core._processes.append(slow)
     finally:
         core.shutdown()
+    assert slow.returncode == 0, "it got the time to free its host memory"
+    slow.stdout.close()
     assert not any(Path(f"/proc/{process.pid}").exists() for process in core._processes)
 
 

@@ -417,7 +417,8 @@ def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pyte
     number = arena.add_region(memory)
     region = arena.regions[number]
     region.words[...] = np.random.default_rng(0).integers(0, 2**32, region.words.shape, np.uint32)
-    num_locked = len(fake.locked)
+    num_locked, num_allocated = len(fake.locked), len(fake.allocated)
+    monkeypatch.setattr(fake, "cudaMalloc", lambda *arguments: 2)  # the device has no memory left
     transfer.add_region(number, region)
     assert sorted(size // 4096 for size in fake.locked.values())[: len(fake.locked) - num_locked] == [1, 1, 2]
     zeros = jax.jit(lambda: jax.numpy.zeros((1, 8, region.words.shape[2]), np.uint32), out_shardings=place)
@@ -428,8 +429,9 @@ def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pyte
     monkeypatch.setattr(fake, "failing", "cudaMemcpy2DAsync")
     with pytest.raises(CudaError):
         transfer.add_region(number, region)  # what devices cannot read is found before a step needs it
-    assert len(fake.locked) == num_locked and not fake.allocated and not any(fake.streams.values())
+    assert len(fake.locked) == num_locked and len(fake.allocated) == num_allocated and not any(fake.streams.values())
     transfer.close()
+    assert not fake.locked and not fake.allocated
 
 
 def test_engines_of_several_devices_lock_no_memory_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:

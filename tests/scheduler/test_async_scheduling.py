@@ -229,6 +229,54 @@ def test_nothing_is_found_that_a_request_computed_which_fails_after_it_left_its_
     assert found == [True] * 2 + [False] * 4, "the first two are of another request"
 
 
+@pytest.mark.parametrize("reader", ["in the same step", "in the next step", "preempted meanwhile", "aborted meanwhile"])
+def test_what_a_request_without_a_row_was_to_write_is_used_by_nobody(reader):
+    """The plan lets others find its blocks before the runner says that it took no part."""
+    others = [make_request(f"other {number}", [7 + number] * 64, max_tokens=9) for number in range(2)]
+    engine = engine_of(others[0], depth=1, max_num_batched_tokens=96)
+    scheduler, pool = engine.scheduler, engine.scheduler.cache_manager.pool
+    engine.run()  # blocks have its content now
+    scheduler.add_request(others[1])
+    engine.dispatch()
+    engine.runner.gets_no_row = lambda request_id: request_id == "fails"
+    fails, reads = make_request("fails", [1] * 48), make_request("reads", [1] * 48 + [2] * 60, max_tokens=5)
+    scheduler.add_request(fails)
+    if reader == "in the same step":
+        scheduler.add_request(reads)
+    engine.depth = 2
+    engine.dispatch()
+    if reader != "in the same step":
+        scheduler.add_request(reads)
+    engine.depth = 3
+    engine.dispatch()
+    if reader == "preempted meanwhile":
+        scheduler.hold_requests(["reads"])
+    elif reader == "aborted meanwhile":
+        scheduler.finish_requests("reads", RequestStatus.FINISHED_ABORTED)
+    assert pool.is_cached(reads.block_hashes[4]), "it goes on behind blocks that nothing has written"
+    engine.collect()
+    (failed,) = [output for output in engine.collect() if output.request_id == "fails"]
+    assert failed.finish_reason is FinishReason.ERROR and failed.new_token_ids == []
+    assert not any(map(pool.is_cached, reads.block_hashes))
+    scheduler.check_integrity()
+    scheduler.release_requests(["reads"])
+    assert engine.run().get("reads") == (None if reader == "aborted meanwhile" else expected(reads))
+    assert others[1].output_token_ids == expected(others[1]) and others[1].num_preemptions == 0
+    assert reads.num_preemptions == (0 if reader == "aborted meanwhile" else 1)
+
+
+def test_what_others_computed_before_it_is_used_although_a_request_gets_no_row():
+    first = make_request("first", [1] * 48, max_tokens=30)
+    engine = engine_of(first, depth=2)
+    engine.step()
+    engine.runner.gets_no_row = lambda request_id: request_id == "fails"
+    reads, rest = make_request("reads", [1] * 48 + [3] * 20, max_tokens=4), [1] * 48 + [2] * 20
+    for request in (make_request("fails", rest), reads):
+        engine.scheduler.add_request(request)
+    assert engine.run()["reads"] == expected(reads)
+    assert (reads.num_preemptions, first.num_preemptions, reads.num_cached_tokens) == (0, 0, 48)
+
+
 def test_a_small_cache_gives_the_same_tokens_as_a_large_one():
     def run(num_blocks, depth):
         requests = [make_request(f"r{i}", [i % 3] * (20 + 9 * i), max_tokens=25) for i in range(8)]

@@ -352,6 +352,7 @@ def run_load(
     share_again: float = 0.0,
     num_events: int = 80,
     num_state_blocks: int = 0,
+    share_rowless: float = 0.0,
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
@@ -361,7 +362,7 @@ def run_load(
     in which requests decode; 0: as in others. whole_items: a step must compute all that is left of an item. tiers: arguments of fake
     tiers. num_ranks: data-parallel ranks. make_tier: makes a further tier, and what runs its
     operations on the fake device. share_again: part of the prompts that were asked before. num_state_blocks: blocks of a row's state;
-    0: there are no states.
+    0: there are no states. share_rowless: part of the admissions whose request gets no row.
     """
     max_model_len = 46
     control = None
@@ -424,6 +425,8 @@ def run_load(
     load.max_item_tokens, load.share_again = max_item_tokens, share_again
     for runner in engine.runners:
         runner.device.whole_items, runner.device.copies = whole_items, copies
+        if share_rowless:
+            runner.gets_no_row = lambda request_id: load.rng.random() < share_rowless
     if seed % 3 and num_ranks == 1 and not passes_states:
         scheduler.publish_cache_events()
         load.readers.append(_Reader())
@@ -461,6 +464,7 @@ CHOICES: dict[str, list[Any]] = {
     "item_sizes": [None, None, (4, 4, 2), (9, 9, 3), (9, 5, 4), (30, 16, 8), (30, 64, 20)],
     "decode_step": [0, 1, 3, 7],
     "whole_items": [False, True],
+    "share_rowless": [0.0, 0.0, 0.15],
     "tiers": [
         (),
         ({},),

@@ -2,7 +2,6 @@
 
 import contextlib
 import mmap
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,15 +20,13 @@ from jaxllm.runner.features.block_copies import programs
 from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, place
 from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_locking
 from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
+from jaxllm.runner.features.block_copies.short_turns import SHORT_TURNS
 from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer, Waiting
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.worker_thread import WorkerThread
 
 Finish = Callable[[], FinishedCopy]
-_SWITCH_SECONDS = 0.0001
-"""The longest time for which one thread's Python holds up another's. By default it is 5 ms, twice the time of a copy: whenever a thread
-gives Python up to launch something, it may have to wait so long for the threads of copies, and these for it."""
 
 
 class BlockCopier(OpRunner):
@@ -186,7 +183,7 @@ class BlockCopier(OpRunner):
             with self._runner.times.part("host memory"):
                 self._transfer = self._opening.result()
             self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
-            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
+            SHORT_TURNS.begin()
         shape = Gather(self.format.num_copies).staging(self._runner.shapes)
         zeros = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=shape.sharding)
         self._staging = jax.block_until_ready([zeros() for _ in range(self.num_staging)])
@@ -259,6 +256,8 @@ class BlockCopier(OpRunner):
         self.release()
         for thread in self._threads:
             thread.shutdown()
+        if self._transfer is not None:
+            SHORT_TURNS.end()
         if self._opening is not None:
             self.arena.stop()
             with contextlib.suppress(Exception):  # `allocate` raises it

@@ -59,6 +59,8 @@ class CudaTransfer:
         """Addresses of the locked pieces of lent regions."""
         self._streams: dict[tuple[str, int], ctypes.c_void_p] = {}
         """By direction and device."""
+        self._page = ctypes.c_void_p()
+        """A page of the device that regions are tried with. It is taken at the start: later a device may have no memory left."""
         self._runtime.call("cudaSetDevice", ordinals[0])
         try:
             self._register(self._base, arena.num_slots, self._piece_slots, _PORTABLE, self._registered)
@@ -72,6 +74,8 @@ class CudaTransfer:
                     stream = ctypes.c_void_p()
                     self._runtime.call("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
                     self._streams[direction, ordinal] = stream
+            if len(ordinals) == 1:
+                self._runtime.call("cudaMalloc", ctypes.byref(self._page), ctypes.c_size_t(PAGE_BYTES))
         except CudaError:
             self.close()
             raise
@@ -99,17 +103,11 @@ class CudaTransfer:
 
     def _try(self, address: int, ordinal: int) -> None:
         """Copy a page to a device. A copy that fails later would fail a step. Raises CudaError."""
-        page, size, stream = ctypes.c_void_p(), ctypes.c_size_t(PAGE_BYTES), self._streams["in", ordinal]
-        self._runtime.call("cudaSetDevice", ordinal)
-        self._runtime.call("cudaMalloc", ctypes.byref(page), size)
+        size, one, stream = ctypes.c_size_t(PAGE_BYTES), ctypes.c_size_t(1), self._streams["in", ordinal]
         try:
-            one = ctypes.c_size_t(1)
-            self._runtime.begin("cudaMemcpy2DAsync", page, size, _at(address), size, size, one, _ANY_DIRECTION, stream)
+            self._runtime.begin("cudaMemcpy2DAsync", self._page, size, _at(address), size, size, one, _ANY_DIRECTION, stream)
         finally:
-            try:
-                self._runtime.call("cudaStreamSynchronize", stream)
-            finally:
-                self._runtime.call("cudaFree", page)
+            self._runtime.call("cudaStreamSynchronize", stream)
 
     def remove_region(self, number: int) -> None:
         self._bases.pop(number, None)
@@ -159,7 +157,11 @@ class CudaTransfer:
         return lambda: (staging, _wait_for(spans))
 
     def close(self) -> None:
-        """Unlock the pages."""
+        """Unlock the pages, and give back what devices have."""
+        if self._page:
+            with contextlib.suppress(CudaError):
+                self._runtime.call("cudaFree", self._page)
+            self._page = ctypes.c_void_p()
         for registered in (self._registered, *self._registered_of.values()):
             self._unlock(registered)
         for stream in self._streams.values():
