@@ -14,6 +14,7 @@ OPS = (
     "lora",
     "mla_attention",
     "paged_attention",
+    "product_chain",
     "quantize",
     "quantized_matmul",
     "rope_cache_write",
@@ -26,6 +27,7 @@ _USES = {
     "lora": ("grouped_matmul",),
     "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),
     "paged_attention": ("cache_write",),
+    "product_chain": ("collectives",),
     "rope_cache_write": ("cache_write",),
 }
 """Ops whose implementations call those of other folders."""
