@@ -49,6 +49,8 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.start_times import StartTimes, process_age_seconds
 
+_IDLE_LOAD_SECONDS = 5.0
+"""How often an engine without work looks at its load, which may change without a step: prompts kept for decode engines are fetched."""
 _LAGGING_PAUSE_SECONDS = 0.25
 _FIRST_HELLO_SECONDS, _ALL_HELLOS_SECONDS = 2.0, 0.4
 """API servers say Hello four times a second until the engine serves."""
@@ -137,9 +139,11 @@ class EngineLoop:
             if is_idle:
                 self._pulse.rest()
             try:
-                command = self._commands.get(block=is_idle, timeout=_LAGGING_PAUSE_SECONDS if self._lagging else None)
+                pause = _LAGGING_PAUSE_SECONDS if self._lagging else _IDLE_LOAD_SECONDS
+                command = self._commands.get(block=is_idle, timeout=pause)
             except queue.Empty:
                 if is_idle:
+                    self._note_load()
                     continue
                 break
             self._pulse.begin(command.name if isinstance(command, Call) else "")

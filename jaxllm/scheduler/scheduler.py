@@ -579,6 +579,7 @@ class Scheduler:
             request.num_cached_tokens = data.num_cached_tokens
             request.scheduled_at = time.monotonic()
         request.num_computed_tokens = data.num_computed_tokens
+        request.admission_step_id = self._step_id + 1
         request.status = RequestStatus.RUNNING
 
     def _commit(self, shares: list[Share], new_requests: list[NewRequestData], most_drafts: int) -> SchedulerOutput:

@@ -19,8 +19,9 @@ def readers_of_unwritten(
     failed = [request for request, _, row in shares if row.request_id in result.errors and row.request_id in new_ids]
     if not failed:
         return set()
-    others = {request for step in (shares, *in_flight) for request, _, _ in step}.difference(failed)
-    return {request for request in others if any(_found_blocks_of(request, each) for each in failed)}
+    all_requests = {request for step in (shares, *in_flight) for request, _, _ in step}
+    admitted = [request for request in all_requests.difference(failed) if request.admission_step_id >= plan.step_id]
+    return {request for request in admitted if any(_found_blocks_of(request, each) for each in failed)}
 
 
 def _found_blocks_of(request: Request, other: Request) -> bool:

@@ -1,9 +1,13 @@
-"""`jaxllm serve demo --prefill 1 --decode 1`: real engines behind one URL answer as one engine does."""
+"""`jaxllm serve demo --prefill 2 --decode 2`: real engines behind one URL answer as one engine does."""
 
 import json
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +23,33 @@ pytestmark = pytest.mark.slow
 TEXT = "Once upon a time there was a little cat who liked to play in the garden with her friend the dog. "
 FLAGS = (
     "--prefill",
-    "1",
+    "2",
     "--decode",
-    "1",
+    "2",
     "--prefill-threshold",
     "32",
     "--kv-offloading-size",
-    "0.1",
+    "0.2",
     "--kv-pull-timeout",
     "20",
     "--max-model-len",
     "512",
+    "--retry-on-engine-death",
 )
+PREFILLS, DECODES = (0, 1), (2, 3)
+"""Ranks of the engines."""
 SMALL = ("--max-num-seqs", "4", "--decode-buckets", "4", "--warmup", "lazy", "--enable-prompt-tokens-details")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with serving("demo", tmp_path_factory.mktemp("server"), command=("serve", *FLAGS, *SMALL)) as server:
-        wait_until(lambda: _states(server) == ["serving", "serving"], "the server did not start")
+        wait_until(lambda: _states(server) == ["serving"] * 4, "the server did not start")
         yield server
+        children = server.children()
+        server.process.send_signal(signal.SIGTERM)
+        server.end()
+        server.assert_nothing_left(children)
 
 
 def _states(server: ServerProcess) -> list[str]:
@@ -59,12 +70,29 @@ def texts_of(answer: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def loaded_bytes(client: httpx.Client) -> float:
-    """Bytes that the decode engine has loaded from host memory, into which it fetches blocks."""
-    lines = [
-        line for line in client.get("/metrics").text.splitlines() if line.startswith("jaxllm:kv_offload_load_bytes_total{")
-    ]
-    return sum(float(line.split()[-1]) for line in lines if 'engine="1"' in line)
+def metric(client: httpx.Client, name: str, rank: int) -> float:
+    """A metric of an engine, over all of its other labels."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(f"jaxllm:{name}{{")]
+    return sum(float(line.split()[-1]) for line in lines if f'engine="{rank}"' in line)
+
+
+def until(client: httpx.Client, name: str, rank: int, holds: Callable[[float], bool]) -> None:
+    """Wait until a metric is as it must be."""
+    deadline = time.monotonic() + 120
+    while not holds(value := metric(client, name, rank)):
+        assert time.monotonic() < deadline, f"{name} of engine {rank} stays {value:g}"
+        time.sleep(0.05)
+
+
+def loaded_bytes(client: httpx.Client, ranks: tuple[int, ...] = DECODES) -> float:
+    """Bytes that decode engines have loaded from host memory, into which they fetch blocks."""
+    return sum(metric(client, "kv_offload_load_bytes_total", rank) for rank in ranks)
+
+
+def shared_memory(server: ServerProcess) -> set[str]:
+    """The memory of prefill engines that processes have mapped, by inode."""
+    maps = [(Path("/proc") / str(pid) / "maps").read_text() for pid in server.children("jaxllm.engine.process")]
+    return {line.split()[4] for each in maps for line in each.splitlines() if "/memfd:jaxllm" in line}
 
 
 @pytest.mark.parametrize(
@@ -101,24 +129,58 @@ def test_prompts_of_whole_and_partial_blocks(server: ServerProcess, num_tokens: 
         assert texts_of(answer) == texts_of(client.post("/v1/completions", json={**fields, "prompt_logprobs": 0}).json())
 
 
-def test_a_prefill_engine_that_is_killed_costs_no_answer(server: ServerProcess) -> None:
-    with server.client() as client:
-        pids = {pid: (Path(f"/proc/{pid}") / "environ").read_bytes() for pid in server.children("jaxllm.engine.process")}
-        tokens = {next(each for each in found.split(b"\0") if each.startswith(b"JAXLLM_KV_TOKEN=")) for found in pids.values()}
-        assert len(pids) == 2 and len(tokens) == 1
-        os.kill(min(pids), signal.SIGKILL)  # rank 0 was started first
-        fields: dict[str, Any] = {"temperature": 0}
-        answer = complete(client, f"killed {TEXT * 5}", **fields)
-        assert texts_of(answer) == texts_of(complete(client, f"killed {TEXT * 5}", **fields, prompt_logprobs=0))
-        wait_until(lambda: _states(server) == ["serving", "serving"], "it was not started again")
-        before = loaded_bytes(client)
-        complete(client, f"after that {TEXT * 5}", **fields)
-        wait_until(lambda: loaded_bytes(client) > before, "the decode engine fetched nothing from the new one")
+def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: ServerProcess) -> None:
+    """All engines take part, before and after. Nothing is left of what was under way: no block, no lease, no memory."""
+    engines = server.children("jaxllm.engine.process")
+    environments = [(Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0") for pid in engines]
+    tokens = {next(each for each in found if each.startswith(b"JAXLLM_KV_TOKEN=")) for found in environments}
+    assert len(engines) == 4 and len(tokens) == 1
+    with ExitStack() as stack:
+        client, pool = stack.enter_context(server.client()), stack.enter_context(ThreadPoolExecutor(16))
+        client.timeout = 300.0  # four engines compile at the same time
+
+        def ask(name: str, number: int) -> list[str]:
+            return texts_of(complete(client, f"{name} {number}: {TEXT * 6}", temperature=0, max_tokens=16))
+
+        def passes_on(name: str) -> None:
+            """Have every prefill engine store blocks, and every decode engine fetch some."""
+            counted = {0: "kv_offload_store_bytes", 1: "kv_offload_store_bytes", 2: "kv_pull_bytes", 3: "kv_pull_bytes"}
+            before = {rank: metric(client, f"{each}_total", rank) for rank, each in counted.items()}
+            list(pool.map(partial(ask, name), range(8)))
+            for rank, each in counted.items():
+                until(client, f"{each}_total", rank, before[rank].__lt__)
+
+        passes_on("before")
+        asked = [pool.submit(ask, "killed", number) for number in range(16)]
+        for rank, pid in ((0, min(engines)), (3, max(engines))):  # engines are started in the order of their ranks
+            until(client, "num_requests_running", rank, (1.0).__le__)
+            os.kill(pid, signal.SIGKILL)
+        answers = [each.result() for each in asked]
+        for number in (0, 5, 10, 15):
+            alone = {"temperature": 0, "max_tokens": 16, "prompt_logprobs": 0}
+            assert answers[number] == texts_of(complete(client, f"killed {number}: {TEXT * 6}", **alone))
+        wait_until(lambda: _states(server) == ["serving"] * 4, "they were not started again")
+        passes_on("after")
+        for rank in range(4):
+            for gauge in ("kv_leases", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
+                until(client, gauge, rank, (0.0).__eq__)
+    wait_until(lambda: len(shared_memory(server)) == len(PREFILLS), "memory of an engine that was killed is mapped")
 
 
 def test_states_by_row_come_with_the_blocks_of_a_prompt(tmp_path: Path) -> None:
     """A model with linear attention, whose prompts no engine can begin in the middle."""
-    flags = (*FLAGS[:4], "--prefill-threshold", "64", "--kv-offloading-size", "0.02", "--skip-tokenizer-init", *SMALL)
+    flags = (
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--prefill-threshold",
+        "64",
+        "--kv-offloading-size",
+        "0.02",
+        "--skip-tokenizer-init",
+        *SMALL,
+    )
     with serving(golden("qwen3_next").directory, tmp_path, command=("serve", *flags)) as server:
         wait_until(lambda: _states(server) == ["serving", "serving"], "the server did not start")
         with server.client() as client:
@@ -129,8 +191,8 @@ def test_states_by_row_come_with_the_blocks_of_a_prompt(tmp_path: Path) -> None:
                     "temperature": 0,
                     "return_token_ids": True,
                 }
-                before = loaded_bytes(client)
+                before = loaded_bytes(client, (1,))
                 answer = client.post("/v1/completions", json=fields).json()
-                wait_until(lambda before=before: loaded_bytes(client) > before, "the decode engine fetched nothing")
+                wait_until(lambda before=before: loaded_bytes(client, (1,)) > before, "the decode engine fetched nothing")
                 alone = client.post("/v1/completions", json={**fields, "prompt_logprobs": 0}).json()
                 assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]

@@ -1,5 +1,6 @@
 import asyncio
 import faulthandler
+import itertools
 import os
 import queue
 import random
@@ -7,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,7 @@ import pytest
 import zmq
 
 from jaxllm.async_llm import AsyncLLM
-from jaxllm.engine import messages, process_core, sockets
+from jaxllm.engine import messages, process, process_core, sockets
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.launch import socket_directory
 from jaxllm.engine.process import EngineLoop
@@ -651,6 +654,21 @@ def test_the_requests_of_a_client_that_fetches_nothing_are_ended_and_it_hears_of
     commands.put(Stop())
     loop.run()
     assert isinstance(outbox.sent[-1], messages.Failed)
+
+
+def test_an_engine_without_work_tells_that_its_load_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode engine fetches what a prefill engine keeps while that one has nothing to do."""
+    monkeypatch.setattr(process, "_IDLE_LOAD_SECONDS", 0.001)
+    core, commands = FakeEngineCore(lambda request: [5]), queue.SimpleQueue()  # type: ignore[var-annotated]
+    numbers, usual = itertools.chain([1, 1, 1], itertools.repeat(0)), core.stats()
+    monkeypatch.setattr(core, "stats", lambda: replace(usual, num_kv_leases=next(numbers)))
+    outbox = FullOutbox(room=1000)
+    loop = EngineLoop(core, commands, outbox, Pulse(), num_replicas=2)  # type: ignore[arg-type]
+    stopping = threading.Timer(1.0, commands.put, [Stop()])
+    stopping.start()
+    loop.run()
+    updates = [message.load.stats.num_kv_leases for message in outbox.sent if isinstance(message, messages.Update)]
+    assert (updates[0], updates[-1]) == (1, 0)
 
 
 def test_answers_to_a_prompt_share_its_images_which_are_sent_once(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:

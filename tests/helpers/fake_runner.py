@@ -288,7 +288,7 @@ class FakeRunner:
         row.state = MISLED[0] if row.is_misled else row.digest_at(row.num_computed + count - 1)
 
     def _expect(self, row: _Row, is_right: bool, message: str) -> None:
-        """A row reads what it should, or is misled by a request without a row of which nobody knows yet."""
+        """A row reads what it should, or is misled by a request without a row, whose step's results are not processed yet."""
         assert is_right or self.unreported, message
         row.is_misled |= not is_right
 

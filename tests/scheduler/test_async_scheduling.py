@@ -266,15 +266,20 @@ def test_what_a_request_without_a_row_was_to_write_is_used_by_nobody(reader):
 
 
 def test_what_others_computed_before_it_is_used_although_a_request_gets_no_row():
-    first = make_request("first", [1] * 48, max_tokens=30)
+    first, second = (make_request(name, [1] * 48 + [2] * 9, max_tokens=30) for name in ("first", "second"))
     engine = engine_of(first, depth=2)
     engine.step()
-    engine.runner.gets_no_row = lambda request_id: request_id == "fails"
-    reads, rest = make_request("reads", [1] * 48 + [3] * 20, max_tokens=4), [1] * 48 + [2] * 20
-    for request in (make_request("fails", rest), reads):
+    engine.scheduler.add_request(second)
+    engine.step()
+    engine.runner.gets_no_row = lambda request_id: request_id.startswith("fails")
+    reads = make_request("reads", [1] * 48 + [3] * 20, max_tokens=4)
+    computes_all = make_request("fails too", [1] * 48 + [4] * 20, prompt_logprobs=0)  # it looks for nothing in the cache
+    for request in (make_request("fails", [1] * 48 + [5] * 20), reads, computes_all):
         engine.scheduler.add_request(request)
-    assert engine.run()["reads"] == expected(reads)
-    assert (reads.num_preemptions, first.num_preemptions, reads.num_cached_tokens) == (0, 0, 48)
+    tokens = engine.run()
+    assert tokens["reads"] == expected(reads) and tokens["second"][-20:] == expected(second)[-20:]
+    assert reads.num_cached_tokens == second.num_cached_tokens == 48
+    assert first.num_preemptions == second.num_preemptions == 0, "they were admitted before"
 
 
 def test_a_small_cache_gives_the_same_tokens_as_a_large_one():

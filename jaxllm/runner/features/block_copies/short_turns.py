@@ -9,7 +9,7 @@ the threads of copies, and these for it."""
 
 
 class ShortTurns:
-    """Lowers the process's switch interval to SECONDS while anyone needs it. What others set meanwhile stays."""
+    """Lowers the process's switch interval to SECONDS while engines copy blocks. What the process sets itself meanwhile stays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -17,7 +17,7 @@ class ShortTurns:
         self._before = self._own = 0.0
 
     def begin(self) -> None:
-        """Somebody needs it."""
+        """An engine starts to copy blocks."""
         with self._lock:
             if not self._num_users:
                 self._before = sys.getswitchinterval()
@@ -26,7 +26,7 @@ class ShortTurns:
             self._num_users += 1
 
     def end(self) -> None:
-        """One of them no longer does."""
+        """An engine that had begun ends."""
         with self._lock:
             self._num_users -= 1
             if not self._num_users and sys.getswitchinterval() == self._own:
@@ -34,4 +34,4 @@ class ShortTurns:
 
 
 SHORT_TURNS = ShortTurns()
-"""Of this process."""
+"""The one switch interval that the process has."""
