@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -125,8 +126,11 @@ class SplitLowered:
         return "\n".join(lowered.as_text() for lowered in self._lowered.values())
 
     def compile(self, compiler_options: Mapping[str, str | bool] | None = None) -> SplitProgram:
-        assert not compiler_options, "pieces are made for CPUs, which have no options"
-        made = {digest: self._pieces.get(digest, lowered.compile) for digest, lowered in self._lowered.items()}
+        # The same options for all programs with equal pieces: on a CPU they depend on the model alone.
+        made = {
+            digest: self._pieces.get(digest, partial(lowered.compile, compiler_options=dict(compiler_options or {})))
+            for digest, lowered in self._lowered.items()
+        }
         return SplitProgram(self._wiring, made)
 
 

@@ -40,6 +40,9 @@ from jaxllm.scheduler_output import NO_ADAPTER
 from pallas_kernels import collectives
 from pallas_kernels.cache_write.bits import bits_type
 
+_CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
+"""XLA's for a CPU whose products widen weights in registers: with AVX-512, its default of 256 bits takes a fifth longer for them."""
+
 
 @dataclass(frozen=True)
 class StepPrograms:
@@ -213,7 +216,7 @@ class StepPrograms:
         that are multiplied while others are added up (`Shards.num_runs`).
         """
         if self.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
-            return {}
+            return _CPU_OPTIONS if self.model.widens_in_products else {}
         options = {"xla_gpu_dot_merger_threshold_mb": "0", **self.buckets.policy.compiler_options(key.size)}
         if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.kernel_policy import GPU
+from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.parallel.shards import ONE_DEVICE
 from jaxllm.pooling_params import PoolingParams
@@ -27,6 +28,7 @@ from jaxllm.runner.step import StepFunctions
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
+from tests.helpers import goldens
 from tests.helpers.engines import make_core
 
 NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -53,9 +55,23 @@ def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform
     adapters = Adapters(SimpleNamespace(changes_logits=True), None, slice(0), Kernels())
     functions = SimpleNamespace(features=(adapters, PromptLogprobsFeature()))
     programs = SimpleNamespace(
-        mesh=mesh, buckets=SimpleNamespace(policy=GPU), functions=functions, kind_of=lambda key: ProgramKind()
+        mesh=mesh,
+        buckets=SimpleNamespace(policy=GPU),
+        functions=functions,
+        kind_of=lambda key: ProgramKind(),
+        model=SimpleNamespace(widens_in_products=False),
     )
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, features=("adapters",) * adapted)) == options
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_programs_that_widen_weights_on_a_cpu_use_its_widest_vectors(quantization) -> None:
+    programs = SimpleNamespace(
+        mesh=SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")])),
+        model=load_model_config(goldens.FOLDER / "llama_gqa", quantization=quantization),
+    )
+    wanted = {} if quantization is None else {"xla_cpu_prefer_vector_width": "512"}
+    assert StepPrograms.compiler_options(programs, ProgramKey("decode", 8)) == wanted
 
 
 def engine_programs(

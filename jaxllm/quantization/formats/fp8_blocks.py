@@ -10,12 +10,10 @@ import numpy as np
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Source, Tensor
-from jaxllm.quantization.formats.fp8_checkpoint import STORED_TYPE, Fp8Checkpoint, has_blocks, read_checkpoint
+from jaxllm.quantization.formats.fp8_checkpoint import SCALE_TYPES, STORED_TYPE, Fp8Checkpoint, has_blocks, read_checkpoint
 from jaxllm.quantization.formats.packed import PART, PackedFormat, ReadPart, parts_by_module
 from jaxllm.quantization.numbers import Scheme
 from jaxllm.weight_format import Expected, Files, Options, ParamSpec, Reader
-
-_OTHERWISE = "config.json says that it is fp8; add the module to those that are not quantised, by --hf-overrides"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +64,19 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
         assert self.block_shape is not None
         return f"fp8 with a scale per {'x'.join(map(str, self.block_shape))} block"
 
+    def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
+        weight, block = _weight_of(module, num_outputs, num_inputs), self.block_shape or (1, num_inputs)
+        blocks = tuple(math.ceil(size / of_block) for size, of_block in zip(weight.shape, block, strict=True))
+        scale = f"{weight.name}{self.scale_ending(weight.shape)}"
+        return {weight.name: _values(weight), scale: Expected(blocks, SCALE_TYPES)}
+
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
         """Scales with the names and shapes that the checkpoint has, where they fit."""
         found: dict[str, Expected] = {}
         for tensor in parts["codes"].source.tensors:
             weight = _weight(tensor, self._num_inputs(parts))
             found |= self.tensors(weight, files)
-            found[weight.name] = Expected(weight.shape, (STORED_TYPE,), _OTHERWISE)
+            found[weight.name] = _values(weight)
         return found
 
     def takes_experts(self, source: AnySource) -> bool:
@@ -81,6 +85,9 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
 
     def reading(self, num_inputs: int, reader: Reader) -> ReadPart:
         return lambda part, tensor: self._part(part, _weight(tensor, num_inputs), reader)
+
+    def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
+        return self._part(name, _weight_of(module, num_outputs, num_inputs), files)
 
     def _part(self, name: str, weight: Tensor, files: Files) -> np.ndarray:
         *_, num_inputs = weight.shape
@@ -110,6 +117,16 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
 @functools.cache
 def _scheme(group: int | None) -> Scheme:
     return Scheme("e4m3", group)
+
+
+def _values(weight: Tensor) -> Expected:
+    otherwise = "config.json says that it is fp8; add the module to those that are not quantised, by --hf-overrides"
+    return Expected(weight.shape, (STORED_TYPE,), otherwise)
+
+
+def _weight_of(module: str, num_outputs: int, num_inputs: int) -> Tensor:
+    shape = (num_outputs, num_inputs)
+    return Tensor(f"{module}.weight", shape, shape)
 
 
 def _weight(part: Tensor, num_inputs: int) -> Tensor:

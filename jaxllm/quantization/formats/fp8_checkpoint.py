@@ -91,7 +91,7 @@ class Fp8Checkpoint(WeightFormat):
         return {tensor.name: Expected(tensor.shape), name: Expected(shape, SCALE_TYPES)}
 
     def scale_ending(self, shape: tuple[int, ...]) -> str:
-        """What stands behind the name of a weight of this shape in that of its scale: of all experts, as transformers writes it."""
+        """The ending of the name of a scale, behind that of a weight of this shape: of all experts, as transformers writes it."""
         return _SCALE_ENDINGS[0] if len(shape) == 3 else str(self.scale_name).removeprefix("weight")
 
     def _block_of(self, weight: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:

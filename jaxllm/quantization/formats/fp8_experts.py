@@ -32,7 +32,7 @@ class Fp8Experts(Fp8Blocks):
         return "experts in fp8"
 
     def faults(self, config: "ModelConfig") -> list[str]:
-        """Those of `fp8.Fp8` are all."""
+        """None: `fp8.Fp8` finds all faults of the modules."""
         return []
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
