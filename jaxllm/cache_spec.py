@@ -269,6 +269,11 @@ class CacheLayout:
         return tuple(group.policy for group in self.groups)
 
     @property
+    def layers_per_block(self) -> int:
+        """Most layers of which a block of an array holds keys."""
+        return max((place.view.num_layers for place in self.places if place.view is not None), default=1)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block in all arrays, over all devices."""
         return self.block_size * sum(array.bytes_per_token for array in self.arrays)
@@ -313,6 +318,7 @@ class CacheLayout:
     def of_layers(self, layers: range) -> "CacheLayout":
         """The cache of one stage of a pipeline. All stages have the groups and block tables of the whole model, and arrays for their own
         layers: these are distributed evenly to the groups of their policy, whatever groups they are in here."""
+        assert self.layers_per_block == 1, "models with such caches are not divided into stages"
         indices: dict[int, tuple[int, int]] = {}  # layer -> its group, and its place in that
         for policy in dict.fromkeys(self.policies):
             numbers = [number for number, group in enumerate(self.groups) if group.policy == policy]

@@ -203,6 +203,7 @@ def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu
             dtype=model.dtype,
             cache_dtype=model.kv_cache_dtype,
             cache_size=plan.num_blocks
+            * plan.cache.layers_per_block
             * (plan.block_size // context_size(mesh))
             * part.head_dim
             * (part.num_kv_heads // tensor_size(mesh)),

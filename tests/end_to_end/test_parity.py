@@ -31,6 +31,7 @@ SMALL_POOL = {
     "cohere2": 30,
     "exaone4": 30,
     "gemma3": 30,
+    "gemma4": 30,
     "olmo3": 30,
     "gpt_oss": 14,
     "laguna": 30,
