@@ -111,7 +111,7 @@ def _attention(c: ConfigReader, layer: int, has_window: bool, source: int | None
 
 def _of_layer(c: ConfigReader, layer: int, has_window: bool, values_are_keys: bool) -> ConfigReader:
     """The reader with a layer's heads: of per_layer_config, as transformers saves them, or of the keys of published checkpoints."""
-    if "per_layer_config" in c.raw:
+    if c.raw.get("per_layer_config"):
         own = c.within("per_layer_config").within(str(layer)).raw
         return c.with_values(**{name: own[name] for name in ("head_dim", "num_key_value_heads") if name in own})
     if has_window:
