@@ -13,7 +13,8 @@ policy has one group, and arrays for each layer.
 Where the heads of one policy are wider than those of another, a block of an array holds several layers of the smaller keys, one
 behind the other: seen as an array of so many times the blocks, it has block b of the i-th of n layers in place n b + i.
 
-A layer that reads the keys and values of an earlier one is in no group, and has the place of that layer. Layers that keep a state by row are in no group. Their arrays come behind those of blocks.
+A layer that reads the keys and values of an earlier one is in no group, and has the place of that layer. Layers that keep a state by
+row are in no group either; their arrays come behind those of blocks.
 """
 
 import bisect
@@ -166,6 +167,14 @@ class SharedCache:
     layer: int
 
 
+def written_spec(specs: "Sequence[CacheSpec | RowState | SharedCache]", layer: int) -> CacheSpec | RowState:
+    """What a layer keeps, or the one whose keys and values it reads."""
+    spec = specs[layer]
+    while isinstance(spec, SharedCache):
+        spec = specs[spec.layer]
+    return spec
+
+
 def cache_specs(
     config: ModelConfig, *, disable_windows: bool = False, num_drafts: int = 0
 ) -> tuple[CacheSpec | RowState | SharedCache, ...]:
@@ -191,7 +200,9 @@ def row_bytes(config: ModelConfig) -> int:
     return sum(spec.bytes_per_row for spec in cache_specs(config) if isinstance(spec, RowState))
 
 
-def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bool, num_drafts: int) -> CacheSpec | RowState | SharedCache:
+def _spec(
+    attention: TokenMixer | None, config: ModelConfig, disable_windows: bool, num_drafts: int
+) -> CacheSpec | RowState | SharedCache:
     dtype = config.kv_cache_dtype
     if attention is None:
         return RowState(())
@@ -402,7 +413,10 @@ def _in_one_block(
     kinds = {policy: next(iter(found)) for policy, found in alike.items()}
     widest = max(kinds.values(), key=lambda arrays: sum(array.bytes_per_token for array in arrays))
     plain = dict.fromkeys(layers_of, 1)
-    if any(len(found) > 1 for found in alike.values()) or len({array.width for arrays in kinds.values() for array in arrays}) <= 1:
+    if (
+        any(len(found) > 1 for found in alike.values())
+        or len({array.width for arrays in kinds.values() for array in arrays}) <= 1
+    ):
         return widest, plain
     counts = {policy: _times(widest, arrays) for policy, arrays in kinds.items()}
     return widest, {policy: count for policy, count in counts.items() if count is not None} if all(counts.values()) else plain

@@ -10,7 +10,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, Audio, LatentAttention, MoE, Vision
+from jaxllm.model_parts import Attention, Audio, LatentAttention, Vision
 from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
