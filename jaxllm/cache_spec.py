@@ -168,7 +168,7 @@ class SharedCache:
 
 
 def written_spec(specs: "Sequence[CacheSpec | RowState | SharedCache]", layer: int) -> CacheSpec | RowState:
-    """What a layer keeps, or the one whose keys and values it reads."""
+    """The spec of a layer, or of the one whose keys and values it reads."""
     spec = specs[layer]
     while isinstance(spec, SharedCache):
         spec = specs[spec.layer]

@@ -52,7 +52,7 @@ def test_groups_of_equal_size_share_arrays():
 
 @pytest.mark.parametrize("other", [FullCache(1, 40, "float32"), FullCache(1, 64, "bfloat16"), FullCache(8, 8, "float32")])
 def test_layers_with_other_arrays_do_not_share_them(other):
-    """Of a size that others do not divide, of another type, or with more heads of the same width."""
+    """Arrays whose size others do not divide, in another type, or with more heads of the same width."""
     layout = layout_of(W, other, W, other)
     assert [place.arrays for place in layout.places] == [(2, 3), (0, 1), (6, 7), (4, 5)]
     assert [layout.arrays[index].width for index in (0, 2)] == [other.head_dim, 8]
