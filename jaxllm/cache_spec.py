@@ -13,7 +13,8 @@ policy has one group, and arrays for each layer.
 Where the heads of one policy are wider than those of another, a block of an array holds several layers of the smaller keys, one
 behind the other: seen as an array of so many times the blocks, it has block b of the i-th of n layers in place n b + i.
 
-A layer that reads the keys and values of an earlier one is in no group, and has the place of that layer. Layers that keep a state by row are in no group. Their arrays come behind those of blocks.
+A layer that reads the keys and values of an earlier one is in no group, and has the place of that layer. Layers that keep a state by
+row are in no group either; their arrays come behind those of blocks.
 """
 
 import bisect
@@ -170,6 +171,14 @@ class SharedCache:
     layer: int
 
 
+def written_spec(specs: "Sequence[CacheSpec | RowState | SharedCache]", layer: int) -> CacheSpec | RowState:
+    """The spec of a layer, or of the one whose keys and values it reads."""
+    spec = specs[layer]
+    while isinstance(spec, SharedCache):
+        spec = specs[spec.layer]
+    return spec
+
+
 def cache_specs(
     config: ModelConfig, *, disable_windows: bool = False, num_drafts: int = 0
 ) -> tuple[CacheSpec | RowState | SharedCache, ...]:
@@ -195,7 +204,9 @@ def row_bytes(config: ModelConfig) -> int:
     return sum(spec.bytes_per_row for spec in cache_specs(config) if isinstance(spec, RowState))
 
 
-def _spec(attention: TokenMixer | None, config: ModelConfig, disable_windows: bool, num_drafts: int) -> CacheSpec | RowState | SharedCache:
+def _spec(
+    attention: TokenMixer | None, config: ModelConfig, disable_windows: bool, num_drafts: int
+) -> CacheSpec | RowState | SharedCache:
     dtype = config.kv_cache_dtype
     if attention is None:
         return RowState(())
@@ -274,6 +285,11 @@ class CacheLayout:
         return tuple(group.policy for group in self.groups)
 
     @property
+    def layers_per_block(self) -> int:
+        """Most layers of which a block of an array holds keys."""
+        return max((place.view.num_layers for place in self.places if place.view is not None), default=1)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block in all arrays, over all devices."""
         return self.block_size * sum(array.bytes_per_token for array in self.arrays)
@@ -318,6 +334,7 @@ class CacheLayout:
     def of_layers(self, layers: range) -> "CacheLayout":
         """The cache of one stage of a pipeline. All stages have the groups and block tables of the whole model, and arrays for their own
         layers: these are distributed evenly to the groups of their policy, whatever groups they are in here."""
+        assert self.layers_per_block == 1, "models with such caches are not divided into stages"
         indices: dict[int, tuple[int, int]] = {}  # layer -> its group, and its place in that
         for policy in dict.fromkeys(self.policies):
             numbers = [number for number, group in enumerate(self.groups) if group.policy == policy]
@@ -401,7 +418,10 @@ def _in_one_block(
     kinds = {policy: next(iter(found)) for policy, found in alike.items()}
     widest = max(kinds.values(), key=lambda arrays: sum(array.bytes_per_token for array in arrays))
     plain = dict.fromkeys(layers_of, 1)
-    if any(len(found) > 1 for found in alike.values()) or len({array.width for arrays in kinds.values() for array in arrays}) <= 1:
+    if (
+        any(len(found) > 1 for found in alike.values())
+        or len({array.width for arrays in kinds.values() for array in arrays}) <= 1
+    ):
         return widest, plain
     counts = {policy: _times(widest, arrays) for policy, arrays in kinds.items()}
     return widest, {policy: count for policy, count in counts.items() if count is not None} if all(counts.values()) else plain

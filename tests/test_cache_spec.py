@@ -5,7 +5,18 @@ import random
 import pytest
 
 from jaxllm.cache_policy import FULL, CachePolicy, FullPolicy, WindowPolicy
-from jaxllm.cache_spec import CacheLayout, FullCache, RowState, StateArray, WindowCache, cache_layout, cache_specs, row_bytes
+from jaxllm.cache_spec import (
+    CacheLayout,
+    CacheView,
+    FullCache,
+    RowState,
+    SharedCache,
+    StateArray,
+    WindowCache,
+    cache_layout,
+    cache_specs,
+    row_bytes,
+)
 from jaxllm.errors import ConfigError
 from jaxllm.models.load_config import load_model_config
 from tests.helpers import goldens
@@ -39,11 +50,38 @@ def test_groups_of_equal_size_share_arrays():
     assert len(layout.arrays) == 4 and layout.block_bytes == 16 * 2 * PAIR_BYTES
 
 
-def test_layers_with_other_arrays_do_not_share_them():
-    wide = FullCache(1, 64, "float32")
-    layout = layout_of(W, wide, W, wide)
+@pytest.mark.parametrize("other", [FullCache(1, 40, "float32"), FullCache(1, 64, "bfloat16"), FullCache(8, 8, "float32")])
+def test_layers_with_other_arrays_do_not_share_them(other):
+    """Arrays whose size others do not divide, in another type, or with more heads of the same width."""
+    layout = layout_of(W, other, W, other)
     assert [place.arrays for place in layout.places] == [(2, 3), (0, 1), (6, 7), (4, 5)]
-    assert [layout.arrays[index].width for index in (0, 2)] == [64, 8]
+    assert [layout.arrays[index].width for index in (0, 2)] == [other.head_dim, 8]
+
+
+def test_a_block_of_wide_heads_holds_several_layers_of_narrow_ones():
+    wide = FullCache(1, 64, "float32")
+    layout = layout_of(W, W, W, W, wide, W, SharedCache(2), SharedCache(4))
+    assert groups_of(layout) == [(FULL, (4,)), (W.policy, (0, 1, 2, 3)), (W.policy, (5,))]
+    assert {place.arrays for place in layout.places} == {(0, 1)} and layout.arrays == wide.arrays
+    views = [place.view for place in layout.places]
+    assert views[:4] == [CacheView(4, index, 2, 8) for index in range(4)] and views[4] is None
+    assert (views[5], views[6], layout.places[7]) == (CacheView(4, 0, 2, 8), views[2], layout.places[4])
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "sizes", "num_arrays"),
+    [
+        ({WindowCache(16, 256, "bfloat16", 1024): 50}, {FullCache(4, 512, "bfloat16"): 10}, [10] + [5] * 10, 5),  # 31B
+        ({WindowCache(8, 256, "bfloat16", 1024): 25}, {FullCache(2, 512, "bfloat16"): 5}, [5] + [3] * 8 + [1], 3),  # 26B-A4B
+        ({WindowCache(1, 256, "bfloat16", 512): 12}, {FullCache(1, 512, "bfloat16"): 3}, [3, 6, 6], 3),  # E2B
+        ({WindowCache(2, 256, "bfloat16", 512): 20}, {FullCache(2, 512, "bfloat16"): 4}, [2, 2] + [4] * 5, 2),  # E4B
+    ],
+)
+def test_groups_of_two_widths_fill_their_blocks(narrow, wide, sizes, num_arrays):
+    """Gemma 4. Of 31B and 26B-A4B two full layers fit into the array of one with a window, of the others the reverse."""
+    layout = layout_of(*(spec for specs in (narrow, wide) for spec, count in specs.items() for _ in range(count)))
+    assert [len(group.layers) for group in layout.groups] == sizes
+    assert len(layout.arrays) == 2 * num_arrays and len(set(layout.arrays)) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.layers.routing import rule_of
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, Audio, LatentAttention, MoE, Vision
+from jaxllm.model_parts import Attention, Audio, LatentAttention, Vision
 from jaxllm.parallel.across_hosts import has_other_hosts
 from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
@@ -206,6 +206,7 @@ def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu
             dtype=model.dtype,
             cache_dtype=model.kv_cache_dtype,
             cache_size=plan.num_blocks
+            * plan.cache.layers_per_block
             * (plan.block_size // context_size(mesh))
             * part.head_dim
             * (part.num_kv_heads // tensor_size(mesh)),

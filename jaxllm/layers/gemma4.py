@@ -1,4 +1,4 @@
-"""Gemma 4's decoder: layers with an MLP beside their experts, and a second embedding of each token with a part for each layer. Source:
+"""Gemma 4's decoder: layers with an MLP in addition to experts, and a second embedding of each token with a part for each layer. Source:
 the Gemma 4 release, 2026.
 """
 
@@ -26,8 +26,8 @@ from pallas_kernels.quantize import scaled
 
 
 class PerLayerInputs(nnx.Module):
-    """What layers take of a token besides x: the mean of two embeddings, scaled to keep its size. One is of a table, the other a product
-    of x as it enters the first layer."""
+    """The second embedding of tokens: the mean of a row of a table and a product of x as it enters the first layer, scaled to keep its
+    size."""
 
     def __init__(self, config: ModelConfig, part: PerLayerEmbedding):
         D, L, P = config.hidden_size, part.num_layers, part.width
@@ -65,7 +65,7 @@ class PerLayerGate(nnx.Module):
         self.activation = ACTIVATIONS[part.activation]
 
     def __call__(self, x_TD: Array, input_TP: Array, step: Step, start: int) -> Array:
-        """What is added to the tokens from `start` on."""
+        """The change of the tokens from `start` on."""
         gated_TP = self.activation(step.product(self.gate, x_TD, start)) * input_TP
         return self.norm(step.product(self.projection, gated_TP, start))
 
@@ -123,7 +123,7 @@ class Gemma4Block(DecoderBlock):
         return whole(of_mlp_TD, None, self.beside_post_norm)[1] + whole(of_experts_TD, None, self.experts_post_norm)[1]
 
     def _of_router(self, x_TD: Array) -> Array:
-        """What the router takes."""
+        """The input of the router."""
         assert isinstance(self.parts, Gemma4Layer) and self.parts.router_norm is not None and self.router_scale is not None
         plain_TD = normed(self.parts.router_norm, x_TD, jnp.ones(())).astype(x_TD.dtype)
         return plain_TD * self.router_scale[...].astype(x_TD.dtype) * x_TD.shape[1] ** -0.5

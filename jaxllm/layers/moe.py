@@ -90,8 +90,8 @@ class MixtureOfExperts(nnx.Module):
         )
 
     def __call__(self, x_TD: Array, step: Step, start: int = 0, of_router_TD: Array | None = None) -> Array:
-        """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on; of_router: what the
-        router takes in place of x."""
+        """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on; of_router: the
+        router's input, if it is not x."""
         shards = step.shards
         routed_TD, wide = x_TD if of_router_TD is None else of_router_TD, self.part.routing.router_dtype
         logits_TE = _scores(routed_TD if wide is None else routed_TD.astype(wide), self.router[...])

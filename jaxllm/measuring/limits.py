@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm.cache_spec import RowState, SharedCache, cache_specs, row_bytes
+from jaxllm.cache_spec import RowState, cache_specs, row_bytes, written_spec
 from jaxllm.layers.build import bytes_per_expert_value, num_parameters
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MoE, StateMixer
@@ -91,7 +91,7 @@ class ModelCost:
 
     def _layer_cache_bytes(self) -> list[int]:
         specs = cache_specs(self.config)
-        kept = [specs[spec.layer] if isinstance(spec, SharedCache) else spec for spec in specs]
+        kept = [written_spec(specs, layer) for layer in range(len(specs))]
         return [0 if isinstance(spec, RowState) else sum(array.bytes_per_token for array in spec.arrays) for spec in kept]
 
     def work(self, requests: Iterable[tuple[int, int]], *, num_steps: int, skip_prompts: bool = False) -> Work:

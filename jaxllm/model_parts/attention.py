@@ -58,7 +58,7 @@ class Attention:
     values_are_keys: bool = False
     """Whether values are the keys before norm and rotation, instead of products of their own; `qkv` then has two names."""
     reads_layer: int | None = None
-    """The earlier layer whose keys and values it reads in place of its own; `qkv` then has the name of the queries alone."""
+    """The earlier layer whose keys and values it reads, as it has none; `qkv` then has the name of the queries alone."""
     score_scale: float | None = None
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     query_scale: QueryScale | None = None

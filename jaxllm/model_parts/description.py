@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.model_parts.decoder import Layer
 
-_NAMES = {"name", "qkv", "out", "gate_up", "down", "router", "correction_bias", "expert_scale", "shared_gate"}
+_NAMES = {"name", "qkv", "out", "gate_up", "down", "router", "correction_bias", "expert_scale", "ending", "shared_gate"}
 """Fields of parts that say what the checkpoint calls something."""
 
 

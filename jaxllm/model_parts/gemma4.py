@@ -10,8 +10,8 @@ from jaxllm.model_parts.norm import Norm
 
 @dataclass(frozen=True)
 class PerLayerEmbedding:
-    """What a layer adds to x behind its MLP: norm(projection(activation(gate(x)) * e)), where e is the layer's own part of a second
-    embedding of the token and of a product of the first."""
+    """A sum with x behind a layer's MLP: x + norm(projection(activation(gate(x)) * e)), where e is the layer's part of a second embedding
+    of the token and of a product of the first."""
 
     width: int
     """Values of a layer's part."""
@@ -41,14 +41,14 @@ class PerLayerEmbedding:
 
 @dataclass(frozen=True)
 class Gemma4Layer(Layer):
-    """A layer whose result is multiplied by a number. Where `mlp` is a mixture of experts, an MLP stands beside it: the sum of both, each
-    with its own norms, takes the place of an MLP's output."""
+    """A layer whose result is multiplied by a number. A mixture of experts as `mlp` comes with an MLP: the sum of both, each with separate
+    norms, stands in place of an MLP's output."""
 
     scalar: str = "layer_scalar"
     """The tensor of that number."""
     per_layer: PerLayerEmbedding | None = None
     beside: MLP | None = None
-    """The MLP beside a mixture, which takes what `mlp_norm` gives."""
+    """The MLP next to a mixture; its input is the result of `mlp_norm`."""
     beside_post_norm: Norm | None = None
     experts_norm: Norm | None = None
     """The norm that the experts take of x, and experts_post_norm that of their output."""

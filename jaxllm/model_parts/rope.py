@@ -25,7 +25,7 @@ class Rope:
     divisors: tuple[float, ...] = ()
     """Longrope's divisor of each frequency."""
     num_turning: int | None = None
-    """Of the proportional kind: how many frequencies are not 0, the first ones."""
+    """Number of the first frequencies, which alone are not 0, in the proportional kind."""
     rotary_dim: int | None = None
     """Leading values of a head that are rotated; None: all."""
     interleaved: bool = False

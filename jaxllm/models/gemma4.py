@@ -1,5 +1,6 @@
 """Gemma 4 (text): layers with a window and without have heads of other widths and numbers, and other ropes; the last layers may read the
-keys of earlier ones, layers may have an own part of a second embedding, and experts beside their MLP. Source: the Gemma 4 release, 2026.
+keys of earlier ones, layers may have a part of a second embedding, and experts in addition to an MLP. Heads of 512 values are wider than
+kernels of attention take: on GPUs, XLA computes it. Source: the Gemma 4 release, 2026.
 """
 
 import math
@@ -8,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Attention, Gemma4Layer, Head, MoE, Norm, PerLayerEmbedding, Routing
+from jaxllm.model_parts import MLP, Attention, Gemma4Layer, Head, Layer, MoE, PerLayerEmbedding, Routing
 from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
 DEFAULTS: dict[str, Any] = {
@@ -57,7 +58,7 @@ def _read(c: ConfigReader, defaults: Mapping[str, Any]) -> ModelConfig:
     wide = c.boolean("use_double_wide_mlp")
     mlp = c.mlp()
     per_layer, moe = _per_layer(c), _moe(c)
-    layers = []
+    layers: list[Layer] = []
     for attention, source in zip(attentions, sources, strict=True):
         own = replace(mlp, width=2 * mlp.width) if wide and source is not None else mlp
         layers.append(_layer(c, attention, own, moe, per_layer))
@@ -111,7 +112,7 @@ def _attention(c: ConfigReader, layer: int, has_window: bool, source: int | None
 
 def _of_layer(c: ConfigReader, layer: int, has_window: bool, values_are_keys: bool) -> ConfigReader:
     """The reader with a layer's heads: of per_layer_config, as transformers saves them, or of the keys of published checkpoints."""
-    if "per_layer_config" in c.raw:
+    if c.raw.get("per_layer_config"):
         own = c.within("per_layer_config").within(str(layer)).raw
         return c.with_values(**{name: own[name] for name in ("head_dim", "num_key_value_heads") if name in own})
     if has_window:
@@ -124,7 +125,7 @@ def _of_layer(c: ConfigReader, layer: int, has_window: bool, values_are_keys: bo
 def _layer(
     c: ConfigReader, attention: Attention, mlp: MLP, moe: MoE | None, per_layer: PerLayerEmbedding | None
 ) -> Gemma4Layer:
-    norms: dict[str, Norm] = {
+    norms: dict[str, Any] = {
         "attention_norm": c.rms_norm("input_layernorm"),
         "mlp_norm": c.rms_norm("pre_feedforward_layernorm"),
         "attention_post_norm": c.rms_norm("post_attention_layernorm"),

@@ -44,6 +44,8 @@ class BlockFormat:
     num_devices: int
     num_copies: int
     """Devices that have the same heads: one after the other in the mesh."""
+    has_views: bool = False
+    """Whether layers with other heads than an array's lie in it: see `CacheView`."""
 
     @classmethod
     def of(cls, layout: CacheLayout, num_devices: int, num_copies: int = 1) -> "BlockFormat":
@@ -66,7 +68,7 @@ class BlockFormat:
             Run(tuple(arrays), num_heads // num_devices, tuple(map(head_words, arrays)))
             for num_heads, arrays in of_heads.items()
         )
-        return cls(tuple(runs), num_devices, num_copies)
+        return cls(tuple(runs), num_devices, num_copies, layout.layers_per_block > 1)
 
     @property
     def part_words(self) -> int:
@@ -91,9 +93,9 @@ class BlockFormat:
     @property
     def arrangement(self) -> dict[str, Any]:
         """Where each byte and checksum of a content is, as JSON values: for arrays with equal numbers of heads, whose parts are whole heads
-        one after the other, the same however many devices split them."""
+        one after the other and of no other layers, the same however many devices split them."""
         runs = [[run.num_heads * self.num_parts, *run.head_words] for run in self.runs]
-        return {"heads, and words of each in arrays": runs, "parts": self.num_parts if len(runs) > 1 else 1}
+        return {"heads, and words of each in arrays": runs, "parts": self.num_parts if len(runs) > 1 or self.has_views else 1}
 
     def gather(self, caches: Sequence[jax.Array], block_n: jax.Array) -> tuple[jax.Array, jax.Array]:
         """uint32 [n, part_words] and [n, num_sums]: this device's parts of blocks, and their checksums. caches: the device's arrays."""

@@ -248,7 +248,7 @@ def memory_plan(
         # The cache is indexed by 32-bit slots.
         num_affordable = max(0, cache_bytes // block_bytes) if block_bytes else useful  # a stage may have no layer with blocks
         is_cut = not on_gpu and sized_by is None and num_affordable < useful
-        num_blocks = min(num_affordable, useful, (2**31 - 1) // block_size)
+        num_blocks = min(num_affordable, useful, (2**31 - 1) // (block_size * cache.layers_per_block))
         for array in cache.arrays:
             values_per_block = array.num_heads // topology.tensor * (block_size // topology.context) * array.width
             num_blocks = countable_blocks(num_blocks, values_per_block, jnp.dtype(array.dtype).itemsize)

@@ -73,8 +73,8 @@ class PagedContext:
             }
             return attend_in_prompts(projection, self.segment_T, scale=scale, window=window, **kernel)
         place, table = self._find(layer)
-        if reads_layer is not None:
-            table = table._replace(slot_T=jnp.full_like(table.slot_T, -1))
+        writes = reads_layer is None
+        assert writes or self.later is None, "the keys of later tokens are not those of the projection"
         k_pages, v_pages = (_seen(self.caches[index], place.view) for index in place.arrays)
         if k_pages.dtype.itemsize > 1:
             projection = replace(projection, kv_scale_2=None)
@@ -94,7 +94,10 @@ class PagedContext:
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            writes=writes,
         )
+        if not writes:
+            return out
         for index, pages in zip(place.arrays, (k_pages, v_pages), strict=True):
             self.caches[index] = pages if place.view is None else pages.reshape(self.caches[index].shape)
         return out
@@ -177,7 +180,7 @@ def _table_of_view(table: GroupTable, view: CacheView, page_size: int) -> GroupT
     return GroupTable(table.page_table_RB * view.num_layers + view.index, jnp.where(table.slot_T < 0, -1, slot_T))
 
 
-@partial(jax.jit, static_argnames=("num_queries", "kernels", "devices", "scale", "window", "soft_cap"))
+@partial(jax.jit, static_argnames=("num_queries", "kernels", "devices", "scale", "window", "soft_cap", "writes"))
 def _write_and_attend(
     projection: Projection,
     k_pages_PKSH: jax.Array,
@@ -195,8 +198,10 @@ def _write_and_attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    writes: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer, over the heads of this device, and over its part of the keys if `devices` split them. Returns outputs and caches.
+    writes: whether the projection has keys and values to write.
 
     A jit of its own, though always inside a step's program: layers that are alike share one trace and one lowering of the kernels.
     """
@@ -204,22 +209,25 @@ def _write_and_attend(
     k_scale, v_scale = (None, None) if scale_2 is None else (scale_2[0], scale_2[1])
     if devices is not None:
         projection = devices.of_all_tokens(projection, len(slot_T))
-    q_TKGH, k_pages, v_pages = rope_and_write(
-        projection.qkv_TKGH,
-        projection.cos_TH,
-        projection.sin_TH,
-        k_pages_PKSH,
-        v_pages_PKSH,
-        slot_T,
-        q_norm_H=projection.q_norm_H,
-        k_norm_H=projection.k_norm_H,
-        eps=projection.eps,
-        norm_offset=projection.norm_offset,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        implementation=kernels.rope_cache_write,
-        interpret=kernels.interpret,
-    )
+    if writes:
+        q_TKGH, k_pages, v_pages = rope_and_write(
+            projection.qkv_TKGH,
+            projection.cos_TH,
+            projection.sin_TH,
+            k_pages_PKSH,
+            v_pages_PKSH,
+            slot_T,
+            q_norm_H=projection.q_norm_H,
+            k_norm_H=projection.k_norm_H,
+            eps=projection.eps,
+            norm_offset=projection.norm_offset,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            implementation=kernels.rope_cache_write,
+            interpret=kernels.interpret,
+        )
+    else:  # a kernel that writes nothing would still be a new version of the caches, which XLA may copy them for
+        (q_TKGH, _, _), k_pages, v_pages = projection.finished(), k_pages_PKSH, v_pages_PKSH
     if num_queries is not None:
         attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:

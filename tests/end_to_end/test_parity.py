@@ -19,7 +19,7 @@ LEFT_OUT = (
     "llama_mqa",  # as llama_gqa is; test_tensor_parallel_gives_the_same_logits
     "llama_tied",  # as qwen3 is
     "qwen2",  # test_live_against_transformers
-    *("qwen3_moe", "mixtral"),  # test_mixtures
+    *("qwen3_moe", "mixtral", "gemma4_moe"),  # test_mixtures
     *("qwen2_window", "cohere2"),  # test_windows; groups of layers as gemma3
     *("qwen3", "gpt2", "glm4"),  # test_other_engines, pipeline/test_models; as llama_gqa
 )
@@ -31,6 +31,7 @@ SMALL_POOL = {
     "cohere2": 30,
     "exaone4": 30,
     "gemma3": 30,
+    "gemma4": 30,
     "olmo3": 30,
     "gpt_oss": 14,
     "laguna": 30,

@@ -29,7 +29,8 @@ def test_numbers_of_a_variant(tmp_path, name):
     heads = config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or [None] * found.num_layers
     counts = getattr(config, "num_attention_heads_per_layer", None) or [heads] * found.num_layers
-    for layer, kind, count in zip(found.layers, kinds, counts, strict=True):
+    by_layer = [config.per_layer_config[i] if name.startswith("gemma4") else config for i in range(found.num_layers)]
+    for layer, kind, count, own in zip(found.layers, kinds, counts, by_layer, strict=True):
         part = layer.attention
         if part is None:
             continue
@@ -42,14 +43,15 @@ def test_numbers_of_a_variant(tmp_path, name):
             continue
         assert layer.attention.num_heads == count
         if hasattr(layer.attention, "num_kv_heads"):
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            kv_heads = getattr(own, "num_key_value_heads", None) or heads
             is_doubled = config.model_type == "mimo_v2_flash" and kind == "sliding_attention"
             assert layer.attention.num_kv_heads == (2 * kv_heads if is_doubled else kv_heads)
-            assert layer.attention.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+            assert layer.attention.head_dim == (getattr(own, "head_dim", None) or config.hidden_size // heads)
         if kind is not None:
             assert (layer.attention.window is not None) == (kind == "sliding_attention")
     mixtures = [layer.mlp for layer in found.layers if isinstance(layer.mlp, MoE)]
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
+    names = ("num_experts_per_tok", "moe_k", "top_k_experts")
+    chosen = next((count for each in names if (count := getattr(config, each, None))), None)
     has_experts = chosen and getattr(config, "num_local_experts", None) != 0
     assert {mixture.routing.top_k for mixture in mixtures} == ({chosen} if has_experts else set())
 
@@ -66,8 +68,9 @@ def longest(config):
 def test_absent_keys_mean_transformers_defaults(tmp_path, name):
     """Older files lack keys whose values are the defaults."""
     config = VARIANTS[name]
-    # Rope and kinds of layers are completed from other keys when a configuration is made.
-    whole = {key: value for key, value in config.to_dict().items() if key not in ("layer_types", "rope_parameters")}
+    # Rope and kinds of layers are completed from other keys when a configuration is made; who reads whose keys follows from the kinds.
+    left_out = ("layer_types", "rope_parameters", "num_kv_shared_layers")
+    whole = {key: value for key, value in config.to_dict().items() if key not in left_out}
     kept = {"model_type", "rope_theta", *type(config).attribute_map.values()}
     default = type(config)().to_dict()
     short = {key: value for key, value in whole.items() if key in kept or key not in default or value != default[key]}

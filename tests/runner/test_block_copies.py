@@ -41,6 +41,7 @@ CASES: list[list[Any]] = [
     ["qwen3", {"kv_cache_dtype": "fp8"}],
     ["qwen2", {"dtype": "bfloat16", "tensor_parallel_size": 2}],
     ["gemma3", {"tensor_parallel_size": 2}],  # windows; several groups share arrays
+    ["gemma4", {"tensor_parallel_size": 2}],  # heads of two widths in an array
     ["llama_mqa", {"tensor_parallel_size": 4}],  # one KV head, copied
     ["deepseek_v3", {"dtype": "bfloat16"}],  # latents
     ["glm_moe_dsa", {"tensor_parallel_size": 2}],  # latents and keys, copied

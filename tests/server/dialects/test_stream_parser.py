@@ -156,7 +156,12 @@ BROKEN = {
     "kimi_k2": ["<|tool_calls_section_begin|>Hello", "<|tool_calls_section_begin|><|tool_call_begin|>f{}"],
     "qwen3_coder": ["<tool_call>Hello</tool_call>", "<function=a b></function>", "<tool_call>\n<function="],
     "glm45": ["<tool_call>not a name\n</tool_call>", "<tool_call>"],
-    "gemma4": ["<|tool_call>Hello", "<|tool_call>call:a b{}<tool_call|>", "<|tool_call>call:run{code}", "<|tool_call>call:run{code:<"],
+    "gemma4": [
+        "<|tool_call>Hello",
+        "<|tool_call>call:a b{}<tool_call|>",
+        "<|tool_call>call:run{code}",
+        "<|tool_call>call:run{code:<",
+    ],
     "lfm2": ["<|tool_call_start|>get_time()<|tool_call_end|>", "[get_time(a=1)]"],
     "olmo3": ["<function_calls>", "<function_calls>\n</function_calls>", "<function_calls>[get_time()]</function_calls>"],
     "deepseek_v4": ["<｜DSML｜tool_calls>Hello", '<｜DSML｜tool_calls><｜DSML｜invoke name="a b">'],
