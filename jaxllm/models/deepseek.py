@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V3 and V3.2, and Kimi-K2: attention over latents, experts behind a few dense layers. V3.2 chooses the tokens that are
-attended to, all of up to `index_topk` (2048): where no sequence is longer, its layers are those of V3.
+"""DeepSeek-V2, V3 and V3.2, and Kimi-K2: attention over latents, experts behind a few dense layers. V3.2 chooses the `index_topk` (2048)
+tokens that are attended to if `--max-model-len` is greater than that; by default it is as great, and all tokens are.
 
 Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2512.02556.
 """
