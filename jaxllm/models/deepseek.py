@@ -94,11 +94,12 @@ def read_v32(c: ConfigReader) -> ModelConfig:
         return replace(_without_indexers(config, layers), max_position=min(top_k, config.max_position))
     have_index = _layers_with_index(c)
     with_index, without = _index(c), [layer for layer, has_index in enumerate(have_index) if not has_index]
-    chosen = (
-        replace(layer, attention=replace(layer.attention, top_k=top_k, index=with_index if has_index else None))
-        for layer, has_index in zip(config.layers, have_index, strict=True)
-    )
-    return replace(_without_indexers(config, without), layers=tuple(chosen))
+    layers = []
+    for layer, has_index in zip(config.layers, have_index, strict=True):
+        assert isinstance(layer.attention, LatentAttention)
+        attention = replace(layer.attention, top_k=top_k, index=with_index if has_index else None)
+        layers.append(replace(layer, attention=attention))
+    return replace(_without_indexers(config, without), layers=tuple(layers))
 
 
 def _without_indexers(config: ModelConfig, layers: Iterable[int]) -> ModelConfig:
