@@ -90,8 +90,8 @@ def read_v32(c: ConfigReader) -> ModelConfig:
     c.layer_kinds({"indexed_attention": True}, lambda layer: True)
     config, top_k = read_v3(c), c.integer("index_topk")
     if c.max_model_len is None or c.max_model_len <= top_k:
-        layers = range(config.num_layers + config.num_spare_layers)
-        return replace(_without_indexers(config, layers), max_position=min(top_k, config.max_position))
+        every = range(config.num_layers + config.num_spare_layers)
+        return replace(_without_indexers(config, every), max_position=min(top_k, config.max_position))
     have_index = _layers_with_index(c)
     with_index, without = _index(c), [layer for layer, has_index in enumerate(have_index) if not has_index]
     layers = []
