@@ -245,11 +245,10 @@ class RequestProcessor:
 
 def _built_in_template(directory: Path) -> str | None:
     """The name of the template for the model in a directory; None: there is none."""
-    if not directory.is_dir():  # a GGUF file
+    if not (directory / "config.json").is_file():
         return None
-    architectures = read_config_json(directory).get("architectures")
-    is_named = isinstance(architectures, list) and len(architectures) == 1
-    return OF_ARCHITECTURES.get(str(architectures[0])) if is_named else None
+    named = read_config_json(directory).get("architectures")
+    return OF_ARCHITECTURES.get(str(named[0])) if isinstance(named, list) and named else None
 
 
 def _load_chat_template(text_or_file: str) -> str:

@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V3 and V3.2, and Kimi-K2: attention over latents, experts behind a few dense layers. V3.2 chooses the tokens that are
-attended to, all of up to `index_topk` (2048): where no sequence is longer, its layers are those of V3.
+"""DeepSeek-V2, V3 and V3.2, and Kimi-K2: attention over latents, experts behind a few dense layers. V3.2 chooses the `index_topk` (2048)
+tokens that are attended to if `--max-model-len` is greater than that; by default it is as great, and all tokens are.
 
 Sources: arXiv:2405.04434, arXiv:2412.19437, arXiv:2512.02556.
 """
@@ -90,15 +90,16 @@ def read_v32(c: ConfigReader) -> ModelConfig:
     c.layer_kinds({"indexed_attention": True}, lambda layer: True)
     config, top_k = read_v3(c), c.integer("index_topk")
     if c.max_model_len is None or c.max_model_len <= top_k:
-        layers = range(config.num_layers + config.num_spare_layers)
-        return replace(_without_indexers(config, layers), max_position=min(top_k, config.max_position))
+        every = range(config.num_layers + config.num_spare_layers)
+        return replace(_without_indexers(config, every), max_position=min(top_k, config.max_position))
     have_index = _layers_with_index(c)
     with_index, without = _index(c), [layer for layer, has_index in enumerate(have_index) if not has_index]
-    chosen = (
-        replace(layer, attention=replace(layer.attention, top_k=top_k, index=with_index if has_index else None))
-        for layer, has_index in zip(config.layers, have_index, strict=True)
-    )
-    return replace(_without_indexers(config, without), layers=tuple(chosen))
+    layers = []
+    for layer, has_index in zip(config.layers, have_index, strict=True):
+        assert isinstance(layer.attention, LatentAttention)
+        attention = replace(layer.attention, top_k=top_k, index=with_index if has_index else None)
+        layers.append(replace(layer, attention=attention))
+    return replace(_without_indexers(config, without), layers=tuple(layers))
 
 
 def _without_indexers(config: ModelConfig, layers: Iterable[int]) -> ModelConfig:

@@ -1,5 +1,5 @@
 """GLM-4.5 with experts: half of each head rotated, sigmoid routing with a correction bias. GLM-4.7-Flash and GLM-5: these experts with
-the attention of DeepSeek-V3 and V3.2.
+the attention of DeepSeek-V3 and V3.2, in GLM-5 with layers that share a choice of tokens.
 
 Sources: arXiv:2508.06471, the GLM-5 release.
 """

@@ -67,6 +67,16 @@ def test_a_model_class_from_elsewhere_is_refused():
         layers_of_stages(EngineConfig.from_options(pipeline_parallel_size=2), model)
 
 
+def test_a_stage_does_not_begin_with_a_layer_that_takes_the_choice_of_tokens_of_another():
+    model = load_model_config(goldens.golden("glm_moe_dsa").directory, max_model_len=100)
+    options = {"pipeline_parallel_size": 2}
+    told = "layer 2 would be the first of a stage, .* --pipeline-parallel-layers .* begins with one of the layers 0, 1"
+    with pytest.raises(ConfigError, match=told):
+        layers_of_stages(EngineConfig.from_options(**options, pipeline_parallel_layers=(2, 1)), model)
+    config = EngineConfig.from_options(**options, pipeline_parallel_layers=(1, 2))
+    assert layers_of_stages(config, model) == (range(1), range(1, 3))
+
+
 def test_stages_have_devices_of_their_own_in_a_row():
     first, second = meshes_of(Topology(tensor=2, stage=2))
     assert first.axis_names == second.axis_names == ("tensor",)
