@@ -1,7 +1,8 @@
 """Generates from every schema of structured_schemas.jsonl, judges each finished output with jsonschema, and times the masks.
 
     python scripts/check_structured.py [--generations N] [--max-tokens N] [--schemas FILE] [engine options as name=value …]
-    python scripts/check_structured.py --tokenizer DIR      the time of masks over another vocabulary, without a model
+    python scripts/check_structured.py --tokenizer DIR      the time of masks over another vocabulary, and the steps of 64 answers with
+                                                            and without the drafts of their grammar, without a model
 
 Outputs cut off by max_tokens are counted apart. Exits with 1 if a finished output is invalid.
 """
@@ -11,11 +12,13 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,6 +26,7 @@ from jaxllm import LLM, SamplingParams
 from scripts.measuring.command_line import engine_option
 
 SCHEMAS = Path(__file__).parent / "structured_schemas.jsonl"
+MOST_DRAFTS = 7
 PROMPTS = ("data = ", "The answer as JSON: ", "print(json.dumps(", "# ", "x = [")
 
 
@@ -37,6 +41,7 @@ def main() -> int:
     schemas = [json.loads(line) for line in arguments.schemas.read_text(encoding="utf-8").splitlines()]
     if arguments.tokenizer is not None:
         time_masks(schemas, arguments.tokenizer)
+        time_host(arguments.tokenizer)
         return 0
     llm = LLM(**{"model": "demo", "use_progress_bar": False, **dict(arguments.options)})
     try:
@@ -108,8 +113,6 @@ def time_masks(schemas: list[Any], directory: Path) -> None:
     """The time to accept a token and fill the next mask, along outputs that the grammars allow, on one thread."""
     import random
 
-    import numpy as np
-
     from jaxllm.structured.compiler import GrammarCompiler
     from jaxllm.structured.matcher import Matcher, Template, fill_masks
     from jaxllm.structured.token_table import Vocabulary
@@ -149,6 +152,61 @@ def time_masks(schemas: list[Any], directory: Path) -> None:
         print(
             f"{name}: mean {statistics.mean(times):.1f}, median {statistics.median(times):.1f}, p99 {p99:.1f}, max {ordered[-1]:.1f}"
         )
+
+
+ANSWER = {
+    "name": "Anna Bianchi",
+    "age": 31,
+    "city": "Rome",
+    "occupation": "software engineer",
+    "email_address": "anna.bianchi@example.com",
+    "hobbies": ["chess", "rowing", "old films"],
+}
+
+
+def time_host(directory: Path, num_rows: int = 64) -> None:
+    """The CPU time of what grammars add to the host's part of a step, while rows write the same answer."""
+    from jaxllm.request import Grammar
+    from jaxllm.structured.grammar_text import grammar_text
+    from jaxllm.structured.matcher import Matcher, Template, fill_masks
+    from jaxllm.structured.token_table import Vocabulary
+    from jaxllm.structured_outputs import StructuredOutputsParams
+    from jaxllm.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.eos_token_id is not None
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, (tokenizer.eos_token_id,))
+    num_tokens = vocabulary.table.vocab_size
+    kinds = {str: "string", int: "integer", list: "array"}
+    schema = {"type": "object", "properties": {name: {"type": kinds[type(value)]} for name, value in ANSWER.items()}}
+    grammar = Grammar(grammar_text(StructuredOutputsParams(json=schema), vocabulary.split))
+    answer = [*vocabulary.table.tokenize_str(json.dumps(ANSWER)), tokenizer.eos_token_id]
+    for drafts_forced in (False, True):
+        template = Template.of(vocabulary, grammar, drafts_forced=drafts_forced)
+        new = partial(Matcher, template, num_columns=num_tokens, eos_token_ids=vocabulary.eos_token_ids)
+        rows, times, place, drafts = [new() for _ in range(num_rows)], defaultdict[str, list[float]](list), 0, list[int]()
+        while place < len(answer):
+            width, start = 1 + len(drafts), time.process_time()
+            mask = np.full((num_rows * width, -(-num_tokens // 32)), -1, np.int32)
+            fill_masks([(row, index * width, drafts) for index, row in enumerate(rows)], mask)
+            filled = time.process_time()
+            expected, *found = [row.next_drafts(drafts) for row in rows][0] or [-1]
+            drafted = time.process_time()
+            right = next((i for i, token in enumerate(drafts) if token != answer[place + i]), len(drafts))
+            for row in rows:
+                for token in answer[place : place + right + 1]:
+                    row.advance(token)
+            place += right + 1
+            drafts = found[:MOST_DRAFTS] if expected == answer[place - 1] else []
+            for name, end, begin in (
+                ("masks", filled, start),
+                ("drafts", drafted, filled),
+                ("tokens", time.process_time(), drafted),
+            ):
+                times[name].append(1e3 * (end - begin))
+        means = ", ".join(f"{name} {statistics.mean(each):.2f} ms" for name, each in times.items())
+        form = "with" if drafts_forced else "without"
+        print(f"{num_rows} answers of {len(answer)} tokens {form} drafts: {len(times['masks'])} steps, a step takes {means}")
 
 
 if __name__ == "__main__":

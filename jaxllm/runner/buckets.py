@@ -97,7 +97,7 @@ class Buckets:
         return self.widths if self.policy.has_drafts(num_rows) else self.widths[:1]
 
     def widths_without_masks(self, num_rows: int) -> tuple[int, ...]:
-        """Those of a step without masks."""
+        """The widths of a step of so many rows, none of which has a mask."""
         return self.widths_of(num_rows) if self.proposes else self.widths[:1]
 
     def rows_for_tokens(self, num_tokens: int) -> int:

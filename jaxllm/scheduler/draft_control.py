@@ -1,6 +1,6 @@
 """How many drafts each request computes in a step, as seen by the scheduler."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from jaxllm.request import Request
@@ -33,8 +33,10 @@ class DraftControl(Protocol):
     def num_lookahead(self) -> int:
         """Positions behind the tokens of a step that the drafter writes to the cache."""
 
-    def most(self, num_running: int) -> int:
-        """Most drafts of a request in the next step, in which so many requests may run. Called once for each step."""
+    def most(self, num_running: int, running: Sequence[Request] = ()) -> int:
+        """Most drafts of a request in the next step, in which so many requests may run. Called once for each step.
+
+        running: those that run now, if `fits_rows`."""
 
     def of(self, request: Request) -> int:
         """Most drafts of this request in the step that is planned."""

@@ -326,7 +326,7 @@ class Scheduler:
             loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running))
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
-            most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders)
+            most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders, self.running)
         masked_wait = self.num_stages > 1 or (masked_wait and any(request.matcher is None for request in self.running))
         shares, budget = self._schedule_running(cap, most_drafts, masked_wait=masked_wait)
         new_requests: list[NewRequestData] = []
@@ -588,6 +588,7 @@ class Scheduler:
         for (request, _, _), data in zip(shares[num_known:], new_requests, strict=True):
             self._note_admission(request, data)
         num_step_tokens, num_step_drafts = 0, 0
+        has_drafts = most_drafts > 0 or (self.drafts is not None and self.drafts.fits_rows)
         masked_ids: list[str] = []
         for request, num_samples, (_, _, count, num_drafts, _) in shares:
             if num_samples and _may_be_masked(request):
@@ -596,7 +597,7 @@ class Scheduler:
             request.num_computed_tokens += count
             request.num_output_placeholders += num_samples
             request.last_step_id = self._step_id + 1
-            request.may_have_drafts = num_samples > 0 and most_drafts > 0
+            request.may_have_drafts = num_samples > 0 and has_drafts
             if num_drafts:
                 request.num_drafts_in_flight += num_drafts
                 num_step_drafts += num_drafts

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxllm.request import Request
@@ -33,7 +33,7 @@ class _Mean:
         self.value += weight * (value - self.value)
 
 
-class _Times:
+class StepTimes:
     """How long steps of a number of rows took of late, by the most drafts of a row."""
 
     def __init__(self, levels: Iterable[int]):
@@ -87,14 +87,14 @@ class AdaptiveControl:
         self._by_place = [_Mean(1.0) for _ in range(num_drafts)]
         """How often a draft at each place was right, and all before it."""
         self._levels = (*reversed(levels(num_drafts)), 0)
-        self._times = defaultdict[int, _Times](lambda: _Times(self._levels))
+        self._times = defaultdict[int, StepTimes](lambda: StepTimes(self._levels))
         self._num_idle = 0
         self.num_now = num_drafts
         """See DraftControl."""
         self.counts = DraftCounts(num_drafts)
         """See DraftControl."""
 
-    def most(self, num_running: int) -> int:
+    def most(self, num_running: int, running: Sequence[Request] = ()) -> int:
         """See DraftControl."""
         self.num_now = self._choose(num_running)
         return self.num_now
@@ -112,7 +112,7 @@ class AdaptiveControl:
                 best = allowed
         return min(best, allowed)
 
-    def _tokens_per_second(self, times: _Times, level: int) -> float:
+    def _tokens_per_second(self, times: StepTimes, level: int) -> float:
         """Tokens per second of a request; 0 for an untimed kind of step. If none was timed, the most drafts are chosen: they come first."""
         seconds = times.of(level)
         if seconds is None:

@@ -1,6 +1,7 @@
 """Drafts that grammars have: the host finds the tokens that they force (`jaxllm.structured.forced_tokens`), no model proposes any."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,11 @@ from jaxllm.model_parts import Layer
 from jaxllm.progress import Progress
 from jaxllm.request import Request
 from jaxllm.runner.drafter import Drafting
+from jaxllm.scheduler.draft_control import levels
 from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput
+from jaxllm.speculative.control import StepTimes
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,10 @@ class GrammarDrafter:
 
 
 class GrammarControl:
-    """Gives each request as many drafts as its grammar has for the step: nearly all are right, and steps have no others."""
+    """Gives each request as many drafts as its grammar has for the step, where they pay: nearly all are right, and steps have no others.
+
+    A step with drafts takes longer, by all its rows. If few of them have drafts, it does without, until more do or a row has more.
+    """
 
     num_lookahead = 0
     fits_rows = True
@@ -69,13 +75,29 @@ class GrammarControl:
         """most_drafts: what the options allow at a number of running requests."""
         self.num_drafts = self.num_now = num_drafts
         self._most_drafts = most_drafts
+        self._levels = (*reversed(levels(num_drafts)), 0)
+        self._times = defaultdict[int, StepTimes](lambda: StepTimes(self._levels))
         self.counts = DraftCounts(num_drafts)
         """See DraftControl."""
 
-    def most(self, num_running: int) -> int:
+    def most(self, num_running: int, running: Sequence[Request] = ()) -> int:
         """See DraftControl."""
-        self.num_now = min(self.num_drafts, self._most_drafts(num_running))
+        allowed = min(self.num_drafts, self._most_drafts(num_running))
+        found = [min(allowed, self.of(request)) for request in running if request.may_have_drafts]
+        self.num_now = allowed if self._pays(num_running, found) else 0
         return self.num_now
+
+    def _pays(self, num_running: int, found: Sequence[int]) -> bool:
+        """Whether a step with these drafts of each request gives more tokens in its time than one without. If unknown, it is tried."""
+        times = self._times[num_running.bit_length()]
+        without, with_drafts = times.of(0), times.of(self._level(max(found, default=0)))
+        if without is None or with_drafts is None:
+            return True
+        return (num_running + sum(found)) * without > num_running * with_drafts
+
+    def _level(self, num_drafts: int) -> int:
+        """The number of drafts that a step with so many has room for."""
+        return min(level for level in self._levels if level >= num_drafts)
 
     def of(self, request: Request) -> int:
         """See DraftControl."""
@@ -91,7 +113,8 @@ class GrammarControl:
                 self.counts.note(result.num_drafts.get(row.request_id, row.num_drafts), len(sampled) - 1)
 
     def note_seconds(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """See DraftControl. How many drafts there are does not depend on it."""
+        """See DraftControl."""
+        self._times[num_rows.bit_length()].add(self._level(num_drafts), seconds)
 
     def forget(self, request_id: str) -> None:
         """See DraftControl. Nothing is kept."""

@@ -17,7 +17,7 @@ from jaxllm.structured.token_table import Vocabulary, parser_limits
 
 _ANY_SPACES: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
 _USUAL_SPACES: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Those of `json.dumps`, which models mostly write too."""
+"""As `json.dumps` writes them, and most models."""
 _SCHEMA_IN_LARK = re.compile(r"%json (?=\{)")
 
 
@@ -81,7 +81,7 @@ class ForcedTokens:
         return cls(vocabulary.table, None)
 
     def copy(self) -> "ForcedTokens":
-        """Those at the beginning of another output."""
+        """The same for another output, at its beginning."""
         return ForcedTokens(self._table, None if self._likely is None else self._likely.deep_copy())
 
     def advance(self, token_id: int) -> None:

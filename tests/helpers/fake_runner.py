@@ -82,7 +82,7 @@ class RandomDrafts:
         self.counts = DraftCounts(num_drafts)
         self.num_now = 0
 
-    def most(self, num_running: int) -> int:
+    def most(self, num_running: int, running: Sequence[Request] = ()) -> int:
         """See DraftControl."""
         assert num_running >= 0
         self.num_now = self.rng.choice([0, *[self.num_drafts] * 4, self.rng.randint(0, self.num_drafts)])

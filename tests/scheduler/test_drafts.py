@@ -1,10 +1,12 @@
 """Steps with several tokens a row: what drafts may take from other requests, and what they may not."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from jaxllm.cache_policy import FULL, WindowPolicy, num_blocks_for
+from jaxllm.request import Request
 from tests.helpers.fake_runner import FakeEngine, RandomDrafts, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
@@ -15,7 +17,7 @@ class AllDrafts(RandomDrafts):
     def __init__(self, num_drafts: int, *, num_lookahead: int = 0, share_right: float = 1.0):
         super().__init__(random.Random(0), num_drafts=num_drafts, num_lookahead=num_lookahead, share_right=share_right)
 
-    def most(self, num_running: int) -> int:
+    def most(self, num_running: int, running: Sequence[Request] = ()) -> int:
         self.num_now = self.num_drafts
         return self.num_drafts
 

@@ -54,9 +54,9 @@ def make(directory):
 @pytest.fixture(scope="module")
 def core(directory):
     config = {"method": "grammar", "num_speculative_tokens": 2}
-    core = engines.make_core(
-        NAME, tokenizer=str(directory), block_size=8, num_gpu_blocks_override=60, speculative_config=config
-    )
+    options = {"block_size": 8, "num_gpu_blocks_override": 60, "speculative_config": config}
+    core = engines.make_core(NAME, tokenizer=str(directory), **options)
+    core.scheduler.drafts.note_seconds = lambda *args: None  # steps without drafts may be faster here
     yield core
     core.shutdown()
 
@@ -153,6 +153,23 @@ def test_a_request_gets_the_drafts_of_its_grammar_and_no_more_than_it_asks_for()
     masked.matcher = modest.matcher = SimpleNamespace(num_next_drafts=3)
     assert [control.of(request) for request in (plain, masked, modest)] == [0, 3, 2]
     assert (control.most(2), control.most(3)) == (7, 0)
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [(1.7, True), (1.8, False)])
+def test_a_step_has_drafts_if_it_then_gives_more_tokens_in_its_time(seconds, pays):
+    control = GrammarControl(7, most_drafts=lambda num_running: 7)
+    requests = [make_request(str(row), 4) for row in range(4)]
+    requests[0].matcher, requests[1].matcher = SimpleNamespace(num_next_drafts=2), SimpleNamespace(num_next_drafts=1)
+    requests[2].matcher = SimpleNamespace(num_next_drafts=5)
+    for request in requests[:2]:
+        request.may_have_drafts = True
+    for num_drafts, taken in [(2, seconds), (0, 1.0)] * 3:
+        assert control.most(4, requests) == 7  # while it is not known
+        control.note_seconds(4, num_drafts, taken)
+    assert control.most(4, requests) == (7 if pays else 0) == control.num_now
+    requests[2].may_have_drafts = True
+    assert control.most(4, requests) == 7  # eight drafts; steps with more than four were not timed
+    assert control.most(20, requests) == 7
 
 
 def test_the_options_of_the_method():

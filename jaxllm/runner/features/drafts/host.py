@@ -37,13 +37,10 @@ class DraftsOnHost(TokensOnHost):
             device.row_arrays = program(device.row_arrays, *device.put((row_and_position, tokens)))
 
     def keys(self, step: "StepInFlight") -> list[ProgramKey]:
-        proposing = (
-            [self.propose_key(step.batch)]
-            if self._drafter.proposes
-            else [ProgramKey("set_drafts")] * (step.mask_TW is not None)
-        )
         copies = [ProgramKey("drafts")] if self._is_read(step) else []
-        return [*proposing, *copies]
+        if self._drafter.proposes:
+            return [self.propose_key(step.batch), *copies]
+        return [] if step.mask_TW is None else [ProgramKey("set_drafts"), *copies]
 
     def propose_key(self, batch: Batch) -> ProgramKey:
         """The program that shows a step to the drafter."""

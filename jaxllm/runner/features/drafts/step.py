@@ -100,13 +100,8 @@ class Drafts(LatestTokens):
         return self.drafter.num_lookahead
 
     def programs(self) -> Sequence[ProgramKind]:
-        proposing = [Propose(self)] if self.drafter.proposes else []
-        return [
-            *proposing,
-            *([Show(self)] if self.drafter.needs_history else []),
-            SetDrafts(self.drafter.num_drafts),
-            CopyDrafts(),
-        ]
+        source = Propose(self) if self.drafter.proposes else SetDrafts(self.drafter.num_drafts)
+        return [source, *([Show(self)] if self.drafter.needs_history else []), CopyDrafts()]
 
     def on_host(self, device: Device) -> DraftsOnHost:
         return DraftsOnHost(device, self.drafter)
