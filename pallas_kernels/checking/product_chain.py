@@ -13,7 +13,7 @@ from pallas_kernels.checking.quantized_matmul import distance
 from pallas_kernels.product_chain import Weights, chain
 
 TOLERANCE = 0.012
-"""Of the `distance` in bfloat16: three units of the largest rounding, for results of rounded values and their own."""
+"""Largest `distance` in bfloat16: three units of the largest rounding, for results of rounded values and their own."""
 _NUM_ROWS = (1, 13, 64)
 _PADDED = 3
 """Rows of padding, where there are more."""
@@ -38,7 +38,7 @@ class Shapes:
 
     @property
     def num_values(self) -> int:
-        """Of all products' weights."""
+        """Values of all products' weights."""
         return self.width * (3 * self.hidden + (self.of_heads or 0) + (self.qkv or 0))
 
 
@@ -75,7 +75,7 @@ def host_arrays(shapes: Shapes, num_rows: int) -> tuple[np.ndarray, tuple[np.nda
 
     x = normals(num_rows, A or D)
     x[num_real(num_rows) :] = np.nan
-    weights = Weights(
+    weights = Weights(  # type: ignore[arg-type]  # on the host
         weight(D, 2, F),
         weight(F, D),
         out_AD=None if A is None else weight(A, D),

@@ -14,6 +14,7 @@ at once: one has to need a result of the other.
 
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -51,7 +52,7 @@ def chain(
     Raises ValueError for weights that do not fit together and for what the implementation does not take.
     """
     widths = widths_of(x_TA, weights)
-    case = {"dtype": x_TA.dtype, "num_rows": x_TA.shape[0], "widths": widths}
+    case: dict[str, Any] = {"dtype": x_TA.dtype, "num_rows": x_TA.shape[0], "widths": widths}
     if implementation is None:
         implementation = choose(platform=jax.default_backend(), **case)
     if implementation not in IMPLEMENTATIONS:
@@ -69,7 +70,10 @@ def chain(
 def widths_of(x_TA: jax.Array, weights: Weights) -> tuple[int, ...]:
     """Inputs, width, hidden values and, if there are, queries, keys and values. Raises ValueError for weights that do not fit."""
     D, _, F = weights.gate_up_DCF.shape
-    shapes = [("gate_up_DCF", weights.gate_up_DCF, (D, 2, F)), ("down_FD", weights.down_FD, (F, D))]
+    shapes: list[tuple[str, Any, tuple[int, ...]]] = [
+        ("gate_up_DCF", weights.gate_up_DCF, (D, 2, F)),
+        ("down_FD", weights.down_FD, (F, D)),
+    ]
     if (weights.out_AD is None) != (weights.mlp_norm_D is None) or (weights.qkv_DQ is None) != (weights.next_norm_D is None):
         raise ValueError("out_AD comes with mlp_norm_D, and qkv_DQ with next_norm_D")
     if weights.out_AD is not None:

@@ -20,7 +20,7 @@ class TrapError(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a thread waits for at a named barrier: so many threads."""
+    """A named barrier at which so many threads wait for each other."""
 
     name: int
     size: int

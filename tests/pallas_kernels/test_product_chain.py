@@ -11,9 +11,9 @@ import pytest
 from pallas_kernels import _compat, product_chain
 from pallas_kernels.checking import product_chain as checking
 from pallas_kernels.checking.product_chain import TOLERANCE, Shapes, host_arrays, host_chain, host_error
-from pallas_kernels.product_chain import candidates, chain, finish, mosaic
-from pallas_kernels.product_chain.finish import Counters
+from pallas_kernels.product_chain import candidates, chain, finish, mosaic, streams, waiting
 from pallas_kernels.product_chain.plan import BLOCK, STEP, Product, chain_of, with_parts
+from pallas_kernels.product_chain.waiting import Counters
 from scripts.kernels import product_chain as chain_cases
 from tests.helpers.lowering import a_gpu_to_lower_for
 from tests.helpers.simulated_chain import SimulatedChain
@@ -115,12 +115,12 @@ def test_counters_share_no_place():
 
 
 def test_a_core_has_the_registers_and_the_shared_memory():
-    asked = 128 * (mosaic.CONSUMERS * mosaic._CONSUMER_REGISTERS + 2 * mosaic._PRODUCER_REGISTERS)
+    asked = 128 * (streams.CONSUMERS * streams.CONSUMER_REGISTERS + 2 * streams.PRODUCER_REGISTERS)
     assert asked <= 65536, "a consumer that asks for more waits forever"
-    for rows, stages in mosaic._ROW_STAGES.items():
+    for rows, stages in streams.ROW_STAGES.items():
         of_rows = stages * rows * STEP * 2
-        assert of_rows + 4 * mosaic._STAGE_BYTES <= mosaic._RING_BYTES
-        assert mosaic._RING_BYTES + mosaic.CONSUMERS * 4 * finish.scratch_words(rows) <= 226 << 10
+        assert of_rows + 4 * streams.STAGE_BYTES <= streams.RING_BYTES
+        assert streams.RING_BYTES + streams.CONSUMERS * 4 * finish.scratch_words(rows) <= 226 << 10
 
 
 SIMULATED = {
@@ -155,8 +155,8 @@ def test_a_wait_that_takes_too_long_ends_the_program():
 
     plan, machine = plan_of(SMALL, 1, 2), Machine(1)
     workspace = machine.place(0, np.zeros(Counters(plan).num_words, np.int32))
-    text = finish.await_product(("workspace",), plan, 0).replace(str(finish.POLLS_PER_LOOK - 1), "15")
-    text = text.replace(str(int(finish.WAIT_SECONDS * 1e9)), "1000000000")
+    text = waiting.await_product(("workspace",), plan, 0).replace(str(waiting.POLLS_PER_LOOK - 1), "15")
+    text = text.replace(str(int(waiting.WAIT_SECONDS * 1e9)), "1000000000")
     with pytest.raises(TrapError):
         machine.run([[Launch(text, (workspace,), 1, 32)]])
 
