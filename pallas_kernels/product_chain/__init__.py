@@ -42,12 +42,14 @@ def chain(
     weights: Weights,
     *,
     eps: float,
+    upcoming: Sequence[jax.Array] = (),
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(h, queries, keys and values) as the module's docstring says, in the type of x.
 
-    eps: added to the mean of the squares. implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default backend.
+    eps: added to the mean of the squares. upcoming: what later products read first, such as the next layer's `out_AD`; a kernel brings the
+    first of it into the cache while it waits. implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default backend.
     interpret: run a Pallas kernel as plain JAX, on any platform.
     Raises ValueError for weights that do not fit together and for what the implementation does not take.
     """
@@ -64,7 +66,7 @@ def chain(
             f"implementation {implementation!r} of chains of products does not take {x_TA.shape[0]} rows of {x_TA.dtype} with "
             f"widths {', '.join(map(str, widths))} here; use 'xla'"
         )
-    return module.chain(x_TA, residual_TD, weights, eps=eps, interpret=interpret)  # type: ignore[no-any-return]
+    return module.chain(x_TA, residual_TD, weights, eps=eps, upcoming=upcoming, interpret=interpret)  # type: ignore[no-any-return]
 
 
 def widths_of(x_TA: jax.Array, weights: Weights) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ def chain(
     weights: Weights,
     *,
     eps: float,
+    upcoming: Sequence[jax.Array] = (),
     interpret: Any = False,
     num_ctas: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -64,7 +65,10 @@ def chain(
     norms = [norm for norm in (weights.mlp_norm_D, weights.next_norm_D) if norm is not None]
     normed = [i for i, product in enumerate(plan.products) if product.norms_next]
     arrays |= {f"norm_weight{i}": norm for i, norm in zip(normed, norms, strict=True)}
-    found = _interpreted(plan, arrays, num_ctas, interpret) if interpret else _compiled(plan, arrays, num_ctas)
+    if interpret:
+        found = _interpreted(plan, arrays, num_ctas, interpret)
+    else:
+        found = _compiled(plan, arrays | {f"upcoming{i}": array for i, array in enumerate(upcoming)}, num_ctas)
     last = len(plan.products) - 1
     h_TD, qkv_TQ = (found[f"out{last}"], None) if weights.qkv_DQ is None else (found[f"out{last - 1}"], found[f"out{last}"])
     return h_TD[:num_rows], None if qkv_TQ is None else qkv_TQ[:num_rows]
@@ -122,8 +126,13 @@ def _compiled(plan: Chain, arrays: Mapping[str, jax.Array], num_ctas: int) -> di
         if len(plan.products) > 1:
             _inline(waiting.leave(("workspace",), plan, num_ctas), [refs["workspace"]])
 
+    def prefetch_upcoming(refs: Mapping[str, Any]) -> None:
+        sizes = {name: array.nbytes for name, array in arrays.items() if name.startswith("upcoming")}
+        if sizes:
+            _inline(waiting.prefetch(sizes, num_ctas), [refs[name] for name in sizes])
+
     given = {**arrays, "workspace": counters}
-    surroundings = Surroundings(finish_unit, wait, leave, _fence)
+    surroundings = Surroundings(finish_unit, wait, leave, _fence, plgpu.async_prefetch, prefetch_upcoming)
     return launch(plan, range(len(plan.products)), given, results, scratch, num_ctas, surroundings)
 
 
@@ -181,7 +190,7 @@ def _interpreted(plan: Chain, arrays: Mapping[str, jax.Array], num_ctas: int, in
     def nothing(*_: Any) -> None:
         pass
 
-    surroundings = Surroundings(keep, nothing, nothing, nothing)
+    surroundings = Surroundings(keep, *[nothing] * 5)
     for index, product in enumerate(plan.products):
         shape = product.num_parts, product.num_sums, product.num_outputs, plan.padded_rows
         result = {"sums": jax.ShapeDtypeStruct(shape, jnp.float32)}

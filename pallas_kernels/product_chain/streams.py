@@ -22,6 +22,8 @@ RING_BYTES = 216 << 10
 """Shared memory of both rings; a CTA has 227 KiB."""
 STAGE_BYTES = 2 * HALF * BLOCK * 2
 """Two tiles, which are copied together."""
+AHEAD = 6
+"""Copies whose tiles are asked for ahead, into the cache, when a product's first begin: a wait may take longer than the ring lasts."""
 ROW_STAGES = {8: 4, 16: 4, 32: 3, 64: 2}
 """By padded rows: steps of x in shared memory."""
 
@@ -38,6 +40,10 @@ class Surroundings:
     """Called after the last wait."""
     fence: Callable[[], None]
     """Called before the tensor cores take what was waited for."""
+    prefetch: Callable[[Any], None]
+    """Brings a part of a weight into the cache."""
+    prefetch_upcoming: Callable[[Mapping[str, Any]], None]
+    """Takes refs, after the last copy of a weight has begun."""
 
 
 def input_name(plan: Chain, index: int) -> str:
@@ -155,25 +161,40 @@ class _Kernel:
 
     def copy_weights(self) -> None:
         *products, (_, _, total) = self.in_order(_tiles_of_unit)
-        for index, product, before in products:
-            self._copy_weight(self.refs[f"weight{index}"], product, before)
+        for position, (index, product, before) in enumerate(products):
+            self._copy_weight(self.refs[f"weight{index}"], product, before, self._first_ahead(position))
+        self.surroundings.prefetch_upcoming(self.refs)
         self.drain("tiles", total)
 
-    def _copy_weight(self, weight_ref: Any, product: Product, before: Any) -> None:
-        steps = _tiles_of_unit(product)
+    def _first_ahead(self, position: int) -> int:
+        """The first copy of a product that waits for a consumer: the ring holds those before, or those of the first products."""
+        num_slots = self.refs["tiles"].shape[0]
+        earlier = sum(_tiles_of_unit(self.plan.products[index]) for index in self.indices[:position])
+        return num_slots - earlier if earlier < num_slots else num_slots
 
-        @pl.loop(0, self.num_own(product) * steps)
+    def _copy_weight(self, weight_ref: Any, product: Product, before: Any, first_ahead: int) -> None:
+        num_own = self.num_own(product) * _tiles_of_unit(product)
+
+        @pl.loop(jnp.minimum(first_ahead, num_own), jnp.minimum(first_ahead + AHEAD, num_own))
+        def _(step):
+            for rows, after in self._tiles(product, step):
+                self.surroundings.prefetch(weight_ref.at[(rows.slice(), *after)])
+
+        @pl.loop(0, num_own)
         def _(step):
             slot = self.take_slot("tiles", before + step)
-            unit, number = self.unit(step // steps), lax.rem(step, steps)
-            block, part = unit // product.num_parts, lax.rem(unit, product.num_parts)
-            outputs = pl.ds(block * BLOCK, BLOCK)
-            for i in range(2):
-                # Of a gated product the tiles of gate and up, else two that follow each other.
-                rows = part * steps + number if product.gated else (part * steps + number) * 2 + i
-                after = (i, outputs) if product.gated else (outputs,)
-                target = self.refs["tiles"].at[slot, i]
-                row_copies.load(weight_ref, Rows(rows, HALF, HALF), target, self.refs["tiles_full"].at[slot], after=after)
+            for i, (rows, after) in enumerate(self._tiles(product, step)):
+                row_copies.load(weight_ref, rows, self.refs["tiles"].at[slot, i], self.refs["tiles_full"].at[slot], after=after)
+
+    def _tiles(self, product: Product, step: Any) -> list[tuple[Rows, tuple[Any, ...]]]:
+        """Where the tiles of a copy lie in the weight: of a gated product those of gate and up, else two that follow each other."""
+        steps = _tiles_of_unit(product)
+        unit, number = self.unit(step // steps), lax.rem(step, steps)
+        block, part = unit // product.num_parts, lax.rem(unit, product.num_parts)
+        first, outputs = part * steps + number, pl.ds(block * BLOCK, BLOCK)
+        if product.gated:
+            return [(Rows(first, HALF, HALF), (i, outputs)) for i in range(2)]
+        return [(Rows(first * 2 + i, HALF, HALF), (outputs,)) for i in range(2)]
 
     def copy_rows(self) -> None:
         *products, (_, _, total) = self.in_order(lambda product: product.num_steps)

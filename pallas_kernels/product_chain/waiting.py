@@ -1,4 +1,4 @@
-"""The PTX by which CTAs wait for each other's results.
+"""The PTX by which CTAs wait for each other's results, and by which memory does not wait in the meantime.
 
 *Order.* A warpgroup writes, then each of its threads fences and they meet, then one adds to a counter with release. Who reads has seen the
 counter with acquire. What TMA copies was written by plain stores: both sides have a proxy fence, too. All that other CTAs wrote is read
@@ -9,19 +9,23 @@ with relaxed loads of GPU scope, past the first-level cache.
 *Waiting is bounded.* After WAIT_SECONDS a thread ends the program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pallas_kernels.collectives.ptx import Block
+from pallas_kernels.collectives.ptx import Block, guarded
 from pallas_kernels.product_chain.plan import Chain
 
 THREADS = 128
 """Threads of a warpgroup."""
+WARP = 32
 WAIT_SECONDS = 10.0
 POLLS_PER_LOOK = 4096
 """Polls between two looks at the clock."""
 _LINE_BYTES, COUNTER_BYTES = 128, 32
 """Bytes from one counter to the next: of those that all CTAs poll, and of the others."""
+UPCOMING_BYTES = 16 << 20
+"""Bytes that are brought into the cache for later kernels: about as many as memory gives until the next one reads (an estimate)."""
+_PREFETCHED_AT_ONCE = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,17 @@ class Warpgroup(Block):
 
 
 def await_product(operands: Sequence[str], chain: Chain, index: int) -> str:
-    """Wait until all of product `index` is there, and may be read by TMA. Operands: workspace."""
-    block = Block(operands)
+    """By a warpgroup: wait until all of product `index` is there, and may be read by TMA. Operands: workspace."""
+    block = Warpgroup(operands)
     target = 2 * chain.products[index].num_blocks
     at = f"[{block.operand('workspace')}+{Counters(chain).done(index)}]"
     num_done, polls, look = block.reg(), block.compute("mov.b32", 0), block.reg()
     since, now = block.compute("mov.u64", "%globaltimer", kind="b64"), block.reg("b64")
     is_done, soon, late = block.regs(3, "pred")
     again, done = block.label(), block.label()
+    # One warp polls: more would hinder those that count.
+    others = block.compute("setp.ge.u32", block.thread, WARP, kind="pred")
+    block.emit(f"@{others} bra {done}")
     block.place(again)
     block.emit(
         f"ld.acquire.gpu.global.b32 {num_done}, {at}",
@@ -87,7 +94,23 @@ def await_product(operands: Sequence[str], chain: Chain, index: int) -> str:
         f"bra {again}",
     )
     block.place(done)
+    block.meet()
     block.emit("fence.proxy.async")
+    return block.text()
+
+
+def prefetch(sizes: Mapping[str, int], num_ctas: int) -> str:
+    """By a warpgroup of each CTA: ask the cache for the first UPCOMING_BYTES of arrays. sizes: bytes by operand, in their order."""
+    block = Warpgroup(list(sizes))
+    cta, left = block.compute("mov.u32", "%ctaid.x"), UPCOMING_BYTES
+    for name, size in sizes.items():
+        share = min(size, left) // num_ctas // _LINE_BYTES * _LINE_BYTES
+        left -= min(size, left)
+        start = block.compute("mul.wide.u32", cta, share, kind="b64")
+        block.emit(f"add.s64 {start}, {start}, {block.operand(name)}")
+        for offset in range(0, share, _PREFETCHED_AT_ONCE):
+            count = min(_PREFETCHED_AT_ONCE, share - offset)
+            block.emit(guarded(block.first, f"cp.async.bulk.prefetch.L2.global [{start}+{offset}], {count}"))
     return block.text()
 
 
@@ -96,7 +119,6 @@ def leave(operands: Sequence[str], chain: Chain, num_ctas: int) -> str:
     block = Warpgroup(operands)
     workspace, counters = block.operand("workspace"), Counters(chain)
     end = block.label()
-    block.meet()
     others = block.compute("setp.ne.u32", block.thread, 0, kind="pred")
     num_before = block.reg()
     block.emit(

@@ -1,5 +1,6 @@
 import itertools
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,9 @@ from pallas_kernels.product_chain.plan import BLOCK, STEP, Product, chain_of, wi
 from pallas_kernels.product_chain.waiting import Counters
 from scripts.kernels import product_chain as chain_cases
 from tests.helpers.lowering import a_gpu_to_lower_for
+from tests.helpers.ptx_interpreter import Launch, Machine, TrapError
 from tests.helpers.simulated_chain import SimulatedChain
+from tests.helpers.slow import slow_except
 
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="this JAX has no complete Mosaic GPU")
 
@@ -43,8 +46,10 @@ def plan_of(shapes, num_rows, num_ctas):
     )
 
 
-@pytest.mark.parametrize("implementation", product_chain.PLAIN)
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    slow_except([("whole", "xla"), ("the MLP", "xla")], itertools.product(PARTS, product_chain.PLAIN)),
+)
 def test_plain_jax_is_right_and_padding_reaches_no_other_row(name, implementation):
     shapes = PARTS[name]
     x, constants = host_arrays(shapes, 5)
@@ -150,21 +155,29 @@ def test_ctas_that_drift_apart_finish_the_same_and_leave_the_counters_zero(name)
     assert all(first[name].tobytes() == second[name].tobytes() for name in ("out2", "out3"))
 
 
-def test_a_wait_that_takes_too_long_ends_the_program():
-    from tests.helpers.ptx_interpreter import Launch, Machine, TrapError
+def test_the_cache_is_asked_for_what_comes_next_and_for_nothing_else():
+    machine, sizes = Machine(1), {"first": 40_000, "second": waiting.UPCOMING_BYTES}
+    arrays = [np.zeros(size // 4, np.int32) for size in sizes.values()]
+    arrays[1] = arrays[1][: (waiting.UPCOMING_BYTES - 40_000) // 4]  # more is not asked for
+    pointers = tuple(machine.place(0, array) for array in arrays)
+    text = waiting.prefetch(sizes, 3)
+    assert sum(int(count) for count in re.findall(r"], (\d+);", text)) > 0.99 * waiting.UPCOMING_BYTES / 3
+    machine.run([[Launch(text, pointers, 3, 128)]])
 
+
+def test_a_wait_that_takes_too_long_ends_the_program():
     plan, machine = plan_of(SMALL, 1, 2), Machine(1)
     workspace = machine.place(0, np.zeros(Counters(plan).num_words, np.int32))
     text = waiting.await_product(("workspace",), plan, 0).replace(str(waiting.POLLS_PER_LOOK - 1), "15")
     text = text.replace(str(int(waiting.WAIT_SECONDS * 1e9)), "1000000000")
     with pytest.raises(TrapError):
-        machine.run([[Launch(text, (workspace,), 1, 32)]])
+        machine.run([[Launch(text, (workspace,), 1, 128)]])
 
 
 INTERPRETED = {
     # (shapes, rows, CTAs)
-    "whole": (Shapes(256, 256, 384, 384), 5, 4),
-    "the MLP, parts": (Shapes(128, 512, None, None), 17, 6),
+    "whole": (Shapes(128, 256, 256, 128), 5, 3),
+    "the MLP, parts": (Shapes(128, 512, None, None), 9, 6),
 }
 
 
@@ -190,16 +203,25 @@ def test_the_kernel_in_the_interpreter(name):
 @pytest.mark.parametrize("num_rows", [1, 9, 64])
 def test_the_kernel_lowers_for_a_gpu(num_rows):
     arrays = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, host_arrays(SMALL, num_rows)))
-    call = jax.jit(partial(chain, eps=1e-5, implementation="mosaic"))
+    call = jax.jit(lambda x, residual, weights: chain(x, residual, weights, eps=1e-5, upcoming=[x], implementation="mosaic"))
     with a_gpu_to_lower_for():
         lowered = call.trace(arrays[0], *arrays[1]).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
+@pytest.mark.slow
 def test_cases_at_an_engines_start_pass_by_plain_jax():
     for case in checking.cases(replace(SMALL, of_heads=None), "xla", interpret=False):
         x, constants = case.make()
         assert case.error(x, constants, case.variants["xla"](*jax.tree.map(jnp.asarray, (x, *constants)))) <= case.tolerance
+
+
+def test_layers_one_after_the_other_pass_by_plain_jax():
+    case = checking.layers_case(SMALL, 4, 2, {"xla": False})
+    x, constants = jax.tree.map(jnp.asarray, case.make())
+    got = case.variants["xla"](x, *constants)
+    assert 0 < case.error(x, constants, got) <= case.tolerance
+    assert not case.error(x, (constants[0], constants[1][::-1]), got) <= case.tolerance, "layers differ"
 
 
 def test_a_wrong_value_is_found():
@@ -218,6 +240,7 @@ def test_the_kernel_is_checked_and_timed_where_there_is_a_gpu(kind, monkeypatch)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_compat, "has_mosaic", lambda: True)
     found = chain_cases.check_cases(tiny=False) if kind == "check" else chain_cases.speed_cases(tiny=False, tune=True)
-    assert all(list(case.variants) == ["mosaic", "xla"] and case.bytes > 0 and case.flops > 0 for case in found)
-    rows = {int(case.name.rsplit(", ", 1)[1].split()[0]) for case in found}
+    assert all(case.bytes > 0 and case.flops > 0 for case in found)
+    assert {tuple(case.variants) for case in found} == {("mosaic", "xla"), ("mosaic", "mosaic upcoming", "xla")}
+    rows = {int(case.name.split(", ")[1].split()[0]) for case in found}
     assert {1, 16, 64} <= rows and (kind == "speed" or {7, 8, 9, 17, 31, 33, 63} <= rows)
