@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat, product_chain
 from pallas_kernels.checking import product_chain as checking
 from pallas_kernels.checking.product_chain import TOLERANCE, Shapes, host_arrays, host_chain, host_error
 from pallas_kernels.product_chain import candidates, chain, finish, mosaic, streams, waiting
-from pallas_kernels.product_chain.plan import BLOCK, STEP, Product, chain_of, with_parts
+from pallas_kernels.product_chain.plan import BLOCK, HALF, STEP, Product, chain_of, with_parts
 from pallas_kernels.product_chain.waiting import Counters
 from scripts.kernels import product_chain as chain_cases
 from tests.helpers.lowering import a_gpu_to_lower_for
@@ -200,7 +201,42 @@ def test_the_kernel_in_the_interpreter(name):
 
 @needs_mosaic
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 9, 64])
+def test_rings_go_on_from_product_to_product_in_the_interpreter():
+    """All products in one kernel, of given arrays: CTAs with several units, and with none."""
+    plan, rng = plan_of(Shapes(128, 256, 384, 640), 3, 2), np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    numbers, products = range(4), [replace(product, num_parts=1) for product in plan.products]
+    plan = replace(plan, products=tuple(products))
+    arrays = {streams.input_name(plan, i): draw(3, products[i].num_inputs) for i in numbers}
+    arrays |= {f"weight{i}": draw(*weight_shape(products[i])) for i in numbers}
+    results = {
+        f"sums{i}": jax.ShapeDtypeStruct((products[i].num_sums, products[i].num_outputs, 8), jnp.float32) for i in numbers
+    }
+
+    def keep(refs, index, unit, sums):
+        outputs = pl.ds(unit * BLOCK + jax.lax.axis_index("wg") * HALF, HALF)
+        for i, each in enumerate(sums):
+            refs[f"sums{index}"][i, outputs] = each
+
+    surroundings = streams.Surroundings(keep, *[lambda *_: None] * 5)
+    params = _compat.mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+    found = streams.launch(plan, numbers, arrays, results, {}, 2, surroundings, params)
+    for i in numbers:
+        x, weight = (np.asarray(arrays[name], np.float32) for name in (streams.input_name(plan, i), f"weight{i}"))
+        expected = np.einsum("tk,kcn->cnt", x, weight.reshape(len(weight), products[i].num_sums, -1))
+        np.testing.assert_allclose(found[f"sums{i}"][..., :3], expected, rtol=1e-4, atol=1e-3)
+
+
+def weight_shape(product):
+    return (product.num_inputs, 2, product.num_outputs) if product.gated else (product.num_inputs, product.num_outputs)
+
+
+@needs_mosaic
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 64])
 def test_the_kernel_lowers_for_a_gpu(num_rows):
     arrays = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, host_arrays(SMALL, num_rows)))
     call = jax.jit(lambda x, residual, weights: chain(x, residual, weights, eps=1e-5, upcoming=[x], implementation="mosaic"))
