@@ -61,6 +61,10 @@ class Warpgroup(Block):
         self.first = self.compute("setp.eq.u32", self.thread, 0, kind="pred")
         self._barrier = self.compute("add.u32", self.number, 1)  # that of the warpgroup in Mosaic GPU
 
+    def rejoin(self) -> None:
+        """The threads of each warp go on together."""
+        self.emit(f"bar.warp.sync {(1 << WARP) - 1:#x}")
+
     def meet(self) -> None:
         """The warpgroup's threads wait for each other."""
         self.emit(f"bar.sync {self._barrier}, {THREADS}")
@@ -94,6 +98,7 @@ def await_product(operands: Sequence[str], chain: Chain, index: int) -> str:
         f"bra {again}",
     )
     block.place(done)
+    block.rejoin()
     block.meet()
     block.emit("fence.proxy.async")
     return block.text()
@@ -131,4 +136,5 @@ def leave(operands: Sequence[str], chain: Chain, num_ctas: int) -> str:
     for at in (counters.LEFT, *(counters.done(index) for index in range(len(chain.products) - 1))):
         block.emit(f"st.global.b32 [{workspace}+{at}], {zero}")
     block.place(end)
+    block.rejoin()
     return block.text()

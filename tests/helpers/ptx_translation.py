@@ -69,6 +69,8 @@ def _body(name: str, arguments: list[str]) -> list[str]:
         return _memory(operation, kinds, *arguments)
     if operation == "bra":
         return [f"GOTO {arguments[0]}"]
+    if kinds[:1] == ["warp"]:
+        return []
     if operation == "bar":
         return [f"yield Meeting({_value(arguments[0])}, {values[0]})" if values else "yield 'barrier'"]
     if operation == "fence":
