@@ -2,18 +2,20 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
 from pallas_kernels.checking.quantized_matmul import distance
-from pallas_kernels.product_chain import Weights, chain
+from pallas_kernels.product_chain import PLAIN, Weights, chain
 
 TOLERANCE = 0.012
-"""Of the `distance` in bfloat16: three units of the largest rounding, for results of rounded values and their own."""
+"""Largest `distance` in bfloat16: three units of the largest rounding, for results of rounded values and their own."""
 _NUM_ROWS = (1, 13, 64)
 _PADDED = 3
 """Rows of padding, where there are more."""
@@ -38,7 +40,7 @@ class Shapes:
 
     @property
     def num_values(self) -> int:
-        """Of all products' weights."""
+        """Values of all products' weights."""
         return self.width * (3 * self.hidden + (self.of_heads or 0) + (self.qkv or 0))
 
 
@@ -63,14 +65,63 @@ def case(shapes: Shapes, num_rows: int, implementations: dict[str, bool]) -> Cas
     )
 
 
+def layers_case(shapes: Shapes, num_rows: int, num_layers: int, implementations: dict[str, bool]) -> Case:
+    """Whole layers one after the other, of which each takes the first values of the last result in the place of attention's.
+
+    Kernels also with the next layer's weights brought into the cache."""
+    call = functools.partial(_layers, eps=shapes.eps)
+    variants: dict[str, Any] = {}
+    for name, interpret in implementations.items():
+        options: dict[str, Any] = {"implementation": name, "interpret": interpret}
+        variants[name] = functools.partial(call, **options)
+        if name not in PLAIN:
+            variants[f"{name} upcoming"] = functools.partial(call, is_upcoming=True, **options)
+
+    def make() -> tuple[np.ndarray, tuple[Any, ...]]:
+        x, (residual, first) = host_arrays(shapes, num_rows)
+        # Other layers have other values: rows in another order.
+        return x, (residual, [_rolled(first, i) for i in range(num_layers)])
+
+    return Case(
+        f"{shapes}, {num_rows} rows, {num_layers} layers",
+        make,
+        variants,
+        functools.partial(_layers_error, shapes),
+        TOLERANCE * num_layers,
+        bytes=2.0 * shapes.num_values * num_layers,
+        flops=2.0 * num_rows * shapes.num_values * num_layers,
+    )
+
+
+def _layers(x: Any, residual: Any, layers: Sequence[Weights], *, is_upcoming: bool = False, **options: Any) -> tuple[Any, Any]:
+    h, qkv = residual, x
+    for weights, following in zip(layers, [*layers[1:], None], strict=True):
+        found: list[Any] = [] if following is None or not is_upcoming else [following.out_AD, following.gate_up_DCF]
+        h, qkv = chain(qkv[:, : x.shape[1]], h, weights, upcoming=found, **options)
+    return h, qkv
+
+
+def _layers_error(shapes: Shapes, x: Any, constants: Any, got: Any) -> float:
+    real = num_real(len(x))
+    h, qkv = constants[0][:real], x[:real]
+    for weights in constants[1]:
+        h, qkv = host_chain(qkv[:, : x.shape[1]], h, weights, shapes.eps)
+    found = [np.asarray(each)[:real].astype(np.float64) for each in got]
+    return max(distance(each, right) for each, right in zip(found, (h, qkv), strict=True))
+
+
+def _rolled(weights: Weights, number: int) -> Weights:
+    return jax.tree.map(lambda array: np.roll(array, number, axis=0), weights)  # type: ignore[no-any-return]
+
+
 def host_arrays(shapes: Shapes, num_rows: int) -> tuple[np.ndarray, tuple[np.ndarray, Weights]]:
     """x, of whose rows the last are NaN, and the residual and the weights, whose products are as large as what they take."""
     normals, (D, F, A, Q) = Normals(), (shapes.width, shapes.hidden, shapes.of_heads, shapes.qkv)
 
-    def weight(inputs: int, *outputs: int) -> np.ndarray:
+    def weight(inputs: int, *outputs: int) -> Any:
         return (normals(inputs, *outputs) / np.float32(math.sqrt(inputs))).astype(shapes.dtype)
 
-    def norm() -> np.ndarray:
+    def norm() -> Any:
         return (1 + 0.1 * normals(D)).astype(shapes.dtype)
 
     x = normals(num_rows, A or D)

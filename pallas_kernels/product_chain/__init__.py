@@ -14,6 +14,7 @@ at once: one has to need a result of the other.
 
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -41,17 +42,19 @@ def chain(
     weights: Weights,
     *,
     eps: float,
+    upcoming: Sequence[jax.Array] = (),
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(h, queries, keys and values) as the module's docstring says, in the type of x.
 
-    eps: added to the mean of the squares. implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default backend.
+    eps: added to the mean of the squares. upcoming: what later products read first, such as the next layer's `out_AD`; a kernel brings the
+    first of it into the cache while it waits. implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default backend.
     interpret: run a Pallas kernel as plain JAX, on any platform.
     Raises ValueError for weights that do not fit together and for what the implementation does not take.
     """
     widths = widths_of(x_TA, weights)
-    case = {"dtype": x_TA.dtype, "num_rows": x_TA.shape[0], "widths": widths}
+    case: dict[str, Any] = {"dtype": x_TA.dtype, "num_rows": x_TA.shape[0], "widths": widths}
     if implementation is None:
         implementation = choose(platform=jax.default_backend(), **case)
     if implementation not in IMPLEMENTATIONS:
@@ -63,13 +66,16 @@ def chain(
             f"implementation {implementation!r} of chains of products does not take {x_TA.shape[0]} rows of {x_TA.dtype} with "
             f"widths {', '.join(map(str, widths))} here; use 'xla'"
         )
-    return module.chain(x_TA, residual_TD, weights, eps=eps, interpret=interpret)  # type: ignore[no-any-return]
+    return module.chain(x_TA, residual_TD, weights, eps=eps, upcoming=upcoming, interpret=interpret)  # type: ignore[no-any-return]
 
 
 def widths_of(x_TA: jax.Array, weights: Weights) -> tuple[int, ...]:
     """Inputs, width, hidden values and, if there are, queries, keys and values. Raises ValueError for weights that do not fit."""
     D, _, F = weights.gate_up_DCF.shape
-    shapes = [("gate_up_DCF", weights.gate_up_DCF, (D, 2, F)), ("down_FD", weights.down_FD, (F, D))]
+    shapes: list[tuple[str, Any, tuple[int, ...]]] = [
+        ("gate_up_DCF", weights.gate_up_DCF, (D, 2, F)),
+        ("down_FD", weights.down_FD, (F, D)),
+    ]
     if (weights.out_AD is None) != (weights.mlp_norm_D is None) or (weights.qkv_DQ is None) != (weights.next_norm_D is None):
         raise ValueError("out_AD comes with mlp_norm_D, and qkv_DQ with next_norm_D")
     if weights.out_AD is not None:

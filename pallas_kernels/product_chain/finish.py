@@ -1,58 +1,21 @@
-"""The PTX of what follows a unit's sums, and of how CTAs wait for each other.
+"""The PTX of what follows a unit's sums.
 
 A warpgroup has the sums of HALF outputs, transposed, in the tensor cores' order: thread 32 w + 4 g + q has, of each CHUNK of rows, those of
 the outputs 16 w + g and 8 more, each for the rows 2 q and 2 q + 1.
 
-*Order.* A warpgroup writes, then each of its threads fences and they meet, then one adds to a counter with release. Who reads has seen the
-counter with acquire. What TMA copies was written by plain stores: both sides have a proxy fence, too. All that other CTAs wrote is read
-with relaxed loads of GPU scope, past the first-level cache.
-
 *Parts.* The warpgroup that adds the last part of an output's sums reads all of them and adds them up in their order, whichever came last.
-
-*Counters* are 0 before and after a kernel: who comes last in place resets them. XLA may take their array for a constant.
-
-*Waiting is bounded.* After WAIT_SECONDS a thread ends the program.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from pallas_kernels.collectives.ptx import Block, float32, guarded, vector
+from pallas_kernels.collectives.ptx import float32, guarded, vector
 from pallas_kernels.product_chain.plan import HALF, Chain, Product
+from pallas_kernels.product_chain.waiting import COUNTER_BYTES, THREADS, Counters, Warpgroup
 
 CHUNK, FOUR = 8, 4
 """Rows of sums of which a thread has four values: two outputs of each of two rows."""
-THREADS = 128
 WARPS = 4
-WAIT_SECONDS = 10.0
-POLLS_PER_LOOK = 4096
-"""Polls between two looks at the clock."""
-_LINE, _COUNTER = 128, 32
-"""Bytes from one counter to the next: of those that all CTAs poll, and of the others."""
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Where in the workspace a chain's counters lie, in bytes."""
-
-    chain: Chain
-
-    LEFT = 0
-    """CTAs that wait for nothing any more."""
-
-    def done(self, product: int) -> int:
-        """Warpgroups' results of a product that are there."""
-        return _LINE * (1 + product)
-
-    def parts(self, product: int) -> int:
-        """The first of a product's counters of parts: one for each half of a block."""
-        before = sum(2 * each.num_blocks * _COUNTER for each in self.chain.products[:product])
-        return self.done(len(self.chain.products)) + before
-
-    @property
-    def num_words(self) -> int:
-        return self.parts(len(self.chain.products)) // 4
 
 
 def scratch_words(padded_rows: int) -> int:
@@ -78,29 +41,21 @@ def finish_operands(product: Product) -> tuple[str, ...]:
     )
 
 
-class _Finish(Block):
-    """A block of PTX that knows where its thread's values lie."""
+class _Finish(Warpgroup):
+    """A block of PTX that knows where its thread's values lie. The warpgroup's number is that of its half of a block."""
 
     def __init__(self, operands: Sequence[str], chain: Chain, index: int):
         super().__init__(operands)
         self.chain, self.index, self.product = chain, index, chain.products[index]
         self.counters = Counters(chain)
-        thread = self.compute("mov.u32", "%tid.x")
-        self.half, self.thread = self.compute("shr.u32", thread, 7), self.compute("and.b32", thread, THREADS - 1)
-        self.first = self.compute("setp.eq.u32", self.thread, 0, kind="pred")
-        self.barrier = self.compute("add.u32", self.half, 1)  # that of the warpgroup in Mosaic GPU
-        lane = self.compute("and.b32", thread, 31)
-        self.warp, self.lane = self.compute("shr.u32", self.thread, 5), lane
-        self.row = self.compute("and.b32", lane, 3)
+        self.half = self.number
+        self.warp, self.lane = self.compute("shr.u32", self.thread, 5), self.compute("and.b32", self.thread, 31)
+        self.row = self.compute("and.b32", self.lane, 3)
         self.emit(f"shl.b32 {self.row}, {self.row}, 1")
-        self.group = self.compute("shr.u32", lane, 2)
-
-    def meet(self) -> None:
-        """The warpgroup's threads wait for each other."""
-        self.emit(f"bar.sync {self.barrier}, {THREADS}")
+        self.group = self.compute("shr.u32", self.lane, 2)
 
     def pointer(self, name: str, offset: str, itemsize: int) -> str:
-        """Of the operand's value at an offset, a register of 32 bits."""
+        """Address of the operand's value at an offset, which is a register of 32 bits."""
         at = self.compute("mul.wide.u32", offset, itemsize, kind="b64")
         self.emit(f"add.s64 {at}, {at}, {self.operand(name)}")
         return at
@@ -127,7 +82,7 @@ class _Finish(Block):
         return found
 
     def at(self, pointer: str, chunk: int, row: int, output: int) -> str:
-        """Of a value in an array of 16 bits like the result."""
+        """Place of a value in an array of 16 bits like the result."""
         return f"[{pointer}+{((CHUNK * chunk + row) * self.product.num_outputs + 8 * output) * 2}]"
 
     def load16(self, at: str, where: str | None = None, kind: str = "ld.global") -> str:
@@ -150,7 +105,7 @@ class _Finish(Block):
 
 
 def finish(operands: Sequence[str], chain: Chain, index: int, sums: Sequence[str] | None = None) -> str:
-    """What a warpgroup does with the sums of a unit of product `index`.
+    """Add up the parts of a unit of product `index`, and write its result.
 
     operands: "unit", those of `finish_operands`, and the sums, of which `sums` are the names: [sums of an output, chunk, FOUR].
     """
@@ -190,7 +145,7 @@ def _keep_part(block: _Finish, sums: Sequence[str], end: str) -> None:
         block.emit(f"st.global.v4.f32 [{pointer}+{i * THREADS * 4}], {vector(sums[i : i + FOUR])}")
     block.emit("fence.acq_rel.gpu")
     block.meet()
-    counter = block.pointer("workspace", block.own_half, _COUNTER)
+    counter = block.pointer("workspace", block.own_half, COUNTER_BYTES)
     counter_at = f"[{counter}+{block.counters.parts(block.index)}]"
     num_before, told = block.compute("mov.b32", 0), _own_scratch(block)
     block.emit(
@@ -317,7 +272,7 @@ def _store(block: _Finish, values: Sequence[str], places: Sequence[tuple[int, in
 
 
 def _store_squares(block: _Finish, squares: dict[tuple[int, int], str]) -> None:
-    """Of each row the sum of squares of this half's outputs, float32 [outputs / HALF, rows]; 0 of rows that are not there."""
+    """Write each row's sum of squares of this half's outputs, float32 [outputs / HALF, rows]; 0 for rows that are not there."""
     width, scratch = block.chain.padded_rows, _own_scratch(block)
     leads = block.compute("setp.lt.u32", block.lane, 4, kind="pred")
     at = block.compute("mad.lo.u32", block.warp, width, block.row)
@@ -336,53 +291,3 @@ def _store_squares(block: _Finish, squares: dict[tuple[int, int], str]) -> None:
     block.emit(*(f"add.rn.f32 {total}, {total}, {other}" for other in others))
     place = block.compute("mad.lo.u32", block.own_half, width, block.thread)
     block.emit(guarded(writes, f"st.global.b32 [{block.pointer('own_squares', place, 4)}], {total}"))
-
-
-def await_product(operands: Sequence[str], chain: Chain, index: int) -> str:
-    """Wait until all of product `index` is there, and may be read by TMA. Operands: workspace."""
-    block = Block(operands)
-    target = 2 * chain.products[index].num_blocks
-    at = f"[{block.operand('workspace')}+{Counters(chain).done(index)}]"
-    num_done, polls, look = block.reg(), block.compute("mov.b32", 0), block.reg()
-    since, now = block.compute("mov.u64", "%globaltimer", kind="b64"), block.reg("b64")
-    is_done, soon, late = block.regs(3, "pred")
-    again, done = block.label(), block.label()
-    block.place(again)
-    block.emit(
-        f"ld.acquire.gpu.global.b32 {num_done}, {at}",
-        f"setp.ge.u32 {is_done}, {num_done}, {target}",
-        f"@{is_done} bra {done}",
-        f"add.u32 {polls}, {polls}, 1",
-        f"and.b32 {look}, {polls}, {POLLS_PER_LOOK - 1}",
-        f"setp.ne.u32 {soon}, {look}, 0",
-        f"@{soon} bra {again}",
-        f"mov.u64 {now}, %globaltimer",
-        f"sub.u64 {now}, {now}, {since}",
-        f"setp.ge.u64 {late}, {now}, {int(WAIT_SECONDS * 1e9)}",
-        f"@{late} trap",
-        f"bra {again}",
-    )
-    block.place(done)
-    block.emit("fence.proxy.async")
-    return block.text()
-
-
-def leave(operands: Sequence[str], chain: Chain, num_ctas: int) -> str:
-    """By the warpgroup that waited, after its last wait: the last CTA resets what they waited for. Operands: workspace."""
-    block = _Finish(operands, chain, 0)
-    workspace, counters = block.operand("workspace"), block.counters
-    end = block.label()
-    block.meet()
-    others = block.compute("setp.ne.u32", block.thread, 0, kind="pred")
-    num_before = block.reg()
-    block.emit(
-        f"@{others} bra {end}",
-        f"atom.acq_rel.gpu.global.add.u32 {num_before}, [{workspace}+{counters.LEFT}], 1",
-        f"setp.ne.u32 {others}, {num_before}, {num_ctas - 1}",
-        f"@{others} bra {end}",
-    )
-    zero = block.compute("mov.b32", 0)
-    for at in (counters.LEFT, *(counters.done(index) for index in range(len(chain.products) - 1))):
-        block.emit(f"st.global.b32 [{workspace}+{at}], {zero}")
-    block.place(end)
-    return block.text()

@@ -44,7 +44,7 @@ class Product:
 
     @property
     def num_steps(self) -> int:
-        """Of a unit."""
+        """Steps of a unit."""
         return self.num_inputs // STEP // self.num_parts
 
     @property

@@ -1,5 +1,7 @@
 """The plain truth: everything in float32, nothing rounded before the results."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +14,13 @@ def supports(**_: object) -> bool:
 
 
 def chain(
-    x_TA: jax.Array, residual_TD: jax.Array, weights: Weights, *, eps: float, interpret: bool = False
+    x_TA: jax.Array,
+    residual_TD: jax.Array,
+    weights: Weights,
+    *,
+    eps: float,
+    upcoming: Sequence[jax.Array] = (),
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     given = x_TA, residual_TD, weights
     x, residual, wide = jax.tree.map(lambda array: array.astype(jnp.float32), given)

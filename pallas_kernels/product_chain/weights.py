@@ -13,7 +13,7 @@ import jax
 )
 @dataclass(frozen=True)
 class Weights:
-    """Dimension letters besides those of the package: A values of all query heads, C gate and up, Q of queries, keys and values."""
+    """More dimension letters than those of the package: A values of all query heads, C gate and up, Q of queries, keys and values."""
 
     gate_up_DCF: jax.Array
     """[D, 2, F]"""

@@ -1,5 +1,7 @@
 """The chain in plain JAX, rounded to the type of x after each product."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -11,7 +13,13 @@ def supports(**_: object) -> bool:
 
 
 def chain(
-    x_TA: jax.Array, residual_TD: jax.Array, weights: Weights, *, eps: float, interpret: bool = False
+    x_TA: jax.Array,
+    residual_TD: jax.Array,
+    weights: Weights,
+    *,
+    eps: float,
+    upcoming: Sequence[jax.Array] = (),
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     x, h = x_TA, residual_TD
     if weights.out_AD is not None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checking.case import Case
-from pallas_kernels.checking.product_chain import Shapes, case, host_arrays
+from pallas_kernels.checking.product_chain import Shapes, case, layers_case
 from pallas_kernels.product_chain import candidates
 
 LLAMA_1B = Shapes(2048, 8192, 2048, 3072)
@@ -17,20 +17,22 @@ TOY = Shapes(128, 256, 128, 256)
 
 
 def speed_cases(tiny: bool, tune: bool) -> list[Case]:
-    """Whole layers from a row to 64, and parts of one: the MLP alone, and with the projection before or after it."""
+    """A layer from a row to 64, layers one after the other, and parts of one: the MLP, with the projection before or after it."""
     if tiny:
         return [_case(TOY, 3)]
     found = [_case(shapes, rows) for shapes in (LLAMA_1B, LLAMA_8B, QWEN3_600M) for rows in (1, 8, 16, 32, 64)]
+    found += [_layers_case(LLAMA_1B, rows, 4) for rows in (1, 16, 64)]
     return found + [_case(each, 16) for each in _parts(LLAMA_1B)]
 
 
 def check_cases(tiny: bool) -> list[Case]:
     """First the smallest, each with one product more; then rows around the kernel's limits, odd widths, models."""
     if tiny:
-        return [_case(TOY, 5), _case(replace(TOY, of_heads=None, qkv=None), 1)]
+        return [_case(TOY, 5), _case(replace(TOY, of_heads=None, qkv=None), 1), _layers_case(TOY, 2, 2)]
     small = Shapes(256, 256, 384, 384)
     found = [_case(each, rows) for each in (*_parts(small), small) for rows in (1, 16)]
     found += [_case(small, rows) for rows in (2, 7, 8, 9, 13, 17, 24, 31, 32, 33, 57, 63, 64)]
+    found += [_layers_case(small, rows, 3) for rows in (1, 16)]
     odd = (
         Shapes(128, 128, 128, 128),
         Shapes(896, 4864, 896, 1152),
@@ -48,11 +50,22 @@ def _parts(shapes: Shapes) -> tuple[Shapes, ...]:
 
 
 def _case(shapes: Shapes, num_rows: int) -> Case:
-    on_gpu = jax.default_backend() == "gpu"
+    return _on_device(case(shapes, num_rows, _implementations(shapes, num_rows)))
+
+
+def _layers_case(shapes: Shapes, num_rows: int, num_layers: int) -> Case:
+    return _on_device(layers_case(shapes, num_rows, num_layers, _implementations(shapes, num_rows)))
+
+
+def _on_device(found: Case) -> Case:
+    return replace(found, make=lambda: jax.device_put(found.make()), feed=_feed)
+
+
+def _implementations(shapes: Shapes, num_rows: int) -> dict[str, bool]:
+    """By name, whether it is interpreted."""
     widths = [shapes.of_heads or shapes.width, shapes.width, shapes.hidden, *([shapes.qkv] if shapes.qkv else [])]
     names = candidates(platform=jax.default_backend(), dtype=shapes.dtype, num_rows=num_rows, widths=widths)
-    found = case(shapes, num_rows, dict.fromkeys(names, not on_gpu))
-    return replace(found, make=lambda: jax.device_put(host_arrays(shapes, num_rows)), feed=_feed)
+    return dict.fromkeys(names, jax.default_backend() != "gpu")
 
 
 def _feed(x_TA: jax.Array, result: Any) -> jax.Array:

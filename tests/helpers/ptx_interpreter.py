@@ -112,7 +112,7 @@ class Machine:
             heapq.heappush(self._pending, found)
 
     def fence(self, device: int, thread: object) -> None:
-        """What the thread stored is visible."""
+        """Make visible what the thread stored."""
         self._finish(lambda store: store.device == device and store.thread == thread)
 
     def add(self, device: int, address: int, value: int, thread: object) -> int:

@@ -20,7 +20,7 @@ class TrapError(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a thread waits for at a named barrier: so many threads."""
+    """A named barrier at which so many threads wait for each other."""
 
     name: int
     size: int
@@ -69,10 +69,14 @@ def _body(name: str, arguments: list[str]) -> list[str]:
         return _memory(operation, kinds, *arguments)
     if operation == "bra":
         return [f"GOTO {arguments[0]}"]
+    if kinds[:1] == ["warp"]:
+        return []
     if operation == "bar":
         return [f"yield Meeting({_value(arguments[0])}, {values[0]})" if values else "yield 'barrier'"]
     if operation == "fence":
         return [] if kinds[0] == "proxy" else ["machine.fence(device, (cta, thread))"]
+    if operation == "cp":
+        return _prefetched(*arguments)
     if operation in ("red", "atom"):
         return _atomic(operation, arguments)
     if operation == "trap":
@@ -121,6 +125,13 @@ def _memory(operation: str, kinds: list[str], first: str, second: str) -> list[s
     pause = ["yield None"] if "relaxed" in kinds or "acquire" in kinds else []
     loads = [f"{value} = machine.load(address + {size * i}, {size})" for i, value in enumerate(registers)]
     return [*pause, *address, *loads]
+
+
+def _prefetched(at: str, size: str) -> list[str]:
+    """Nothing, but what is asked for must be there."""
+    base, _, offset = at[1:-1].partition("+")
+    first = f"{_value(base)} + {offset or 0}"
+    return [f"machine.load({first}, 4), machine.load({first} + {int(size) - 4}, 4)"]
 
 
 def _atomic(operation: str, arguments: list[str]) -> list[str]:

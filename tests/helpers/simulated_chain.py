@@ -6,10 +6,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.product_chain import finish
-from pallas_kernels.product_chain.finish import CHUNK, FOUR, THREADS, Counters
-from pallas_kernels.product_chain.mosaic import CONSUMERS, input_name, residual_name, results_of
+from pallas_kernels.product_chain import finish, waiting
+from pallas_kernels.product_chain.finish import CHUNK, FOUR
+from pallas_kernels.product_chain.mosaic import residual_name, results_of
 from pallas_kernels.product_chain.plan import BLOCK, HALF, STEP, Chain
+from pallas_kernels.product_chain.streams import CONSUMERS, input_name
+from pallas_kernels.product_chain.waiting import THREADS, Counters
 from tests.helpers.ptx_interpreter import Launch, Machine
 from tests.helpers.ptx_translation import translate
 
@@ -48,10 +50,10 @@ class SimulatedChain:
         workspace = (self.addresses["workspace"],)
         if thread >= CONSUMERS * THREADS:
             for index in range(1, len(self.plan.products)):
-                yield from translate(finish.await_product(("workspace",), self.plan, index - 1))(*where, workspace)
+                yield from translate(waiting.await_product(("workspace",), self.plan, index - 1))(*where, workspace)
                 self.ready[cta] = index
             if len(self.plan.products) > 1:
-                yield from translate(finish.leave(("workspace",), self.plan, self.num_ctas))(*where, workspace)
+                yield from translate(waiting.leave(("workspace",), self.plan, self.num_ctas))(*where, workspace)
             return
         for index, product in enumerate(self.plan.products):
             for unit in range(cta, product.num_units, self.num_ctas):

@@ -1,5 +1,6 @@
 import itertools
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -7,16 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat, product_chain
 from pallas_kernels.checking import product_chain as checking
 from pallas_kernels.checking.product_chain import TOLERANCE, Shapes, host_arrays, host_chain, host_error
-from pallas_kernels.product_chain import candidates, chain, finish, mosaic
-from pallas_kernels.product_chain.finish import Counters
-from pallas_kernels.product_chain.plan import BLOCK, STEP, Product, chain_of, with_parts
+from pallas_kernels.product_chain import candidates, chain, finish, mosaic, streams, waiting
+from pallas_kernels.product_chain.plan import BLOCK, HALF, STEP, Product, chain_of, with_parts
+from pallas_kernels.product_chain.waiting import Counters
 from scripts.kernels import product_chain as chain_cases
 from tests.helpers.lowering import a_gpu_to_lower_for
+from tests.helpers.ptx_interpreter import Launch, Machine, TrapError
 from tests.helpers.simulated_chain import SimulatedChain
+from tests.helpers.slow import slow_except
 
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="this JAX has no complete Mosaic GPU")
 
@@ -43,8 +47,10 @@ def plan_of(shapes, num_rows, num_ctas):
     )
 
 
-@pytest.mark.parametrize("implementation", product_chain.PLAIN)
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    slow_except([("whole", "xla"), ("the MLP", "xla")], itertools.product(PARTS, product_chain.PLAIN)),
+)
 def test_plain_jax_is_right_and_padding_reaches_no_other_row(name, implementation):
     shapes = PARTS[name]
     x, constants = host_arrays(shapes, 5)
@@ -115,12 +121,12 @@ def test_counters_share_no_place():
 
 
 def test_a_core_has_the_registers_and_the_shared_memory():
-    asked = 128 * (mosaic.CONSUMERS * mosaic._CONSUMER_REGISTERS + 2 * mosaic._PRODUCER_REGISTERS)
+    asked = 128 * (streams.CONSUMERS * streams.CONSUMER_REGISTERS + 2 * streams.PRODUCER_REGISTERS)
     assert asked <= 65536, "a consumer that asks for more waits forever"
-    for rows, stages in mosaic._ROW_STAGES.items():
+    for rows, stages in streams.ROW_STAGES.items():
         of_rows = stages * rows * STEP * 2
-        assert of_rows + 4 * mosaic._STAGE_BYTES <= mosaic._RING_BYTES
-        assert mosaic._RING_BYTES + mosaic.CONSUMERS * 4 * finish.scratch_words(rows) <= 226 << 10
+        assert of_rows + 4 * streams.STAGE_BYTES <= streams.RING_BYTES
+        assert streams.RING_BYTES + streams.CONSUMERS * 4 * finish.scratch_words(rows) <= 226 << 10
 
 
 SIMULATED = {
@@ -150,21 +156,29 @@ def test_ctas_that_drift_apart_finish_the_same_and_leave_the_counters_zero(name)
     assert all(first[name].tobytes() == second[name].tobytes() for name in ("out2", "out3"))
 
 
-def test_a_wait_that_takes_too_long_ends_the_program():
-    from tests.helpers.ptx_interpreter import Launch, Machine, TrapError
+def test_the_cache_is_asked_for_what_comes_next_and_for_nothing_else():
+    machine, sizes = Machine(1), {"first": 40_000, "second": waiting.UPCOMING_BYTES}
+    arrays = [np.zeros(size // 4, np.int32) for size in sizes.values()]
+    arrays[1] = arrays[1][: (waiting.UPCOMING_BYTES - 40_000) // 4]  # more is not asked for
+    pointers = tuple(machine.place(0, array) for array in arrays)
+    text = waiting.prefetch(sizes, 3)
+    assert sum(int(count) for count in re.findall(r"], (\d+);", text)) > 0.99 * waiting.UPCOMING_BYTES / 3
+    machine.run([[Launch(text, pointers, 3, 128)]])
 
+
+def test_a_wait_that_takes_too_long_ends_the_program():
     plan, machine = plan_of(SMALL, 1, 2), Machine(1)
     workspace = machine.place(0, np.zeros(Counters(plan).num_words, np.int32))
-    text = finish.await_product(("workspace",), plan, 0).replace(str(finish.POLLS_PER_LOOK - 1), "15")
-    text = text.replace(str(int(finish.WAIT_SECONDS * 1e9)), "1000000000")
+    text = waiting.await_product(("workspace",), plan, 0).replace(str(waiting.POLLS_PER_LOOK - 1), "15")
+    text = text.replace(str(int(waiting.WAIT_SECONDS * 1e9)), "1000000000")
     with pytest.raises(TrapError):
-        machine.run([[Launch(text, (workspace,), 1, 32)]])
+        machine.run([[Launch(text, (workspace,), 1, 128)]])
 
 
 INTERPRETED = {
     # (shapes, rows, CTAs)
-    "whole": (Shapes(256, 256, 384, 384), 5, 4),
-    "the MLP, parts": (Shapes(128, 512, None, None), 17, 6),
+    "whole": (Shapes(128, 256, 256, 128), 5, 3),
+    "the MLP, parts": (Shapes(128, 512, None, None), 9, 6),
 }
 
 
@@ -187,19 +201,63 @@ def test_the_kernel_in_the_interpreter(name):
 
 @needs_mosaic
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 9, 64])
+def test_rings_go_on_from_product_to_product_in_the_interpreter():
+    """All products in one kernel, of given arrays: CTAs with several units, and with none."""
+    plan, rng = plan_of(Shapes(128, 256, 384, 640), 3, 2), np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    numbers, products = range(4), [replace(product, num_parts=1) for product in plan.products]
+    plan = replace(plan, products=tuple(products))
+    arrays = {streams.input_name(plan, i): draw(3, products[i].num_inputs) for i in numbers}
+    arrays |= {f"weight{i}": draw(*weight_shape(products[i])) for i in numbers}
+    results = {
+        f"sums{i}": jax.ShapeDtypeStruct((products[i].num_sums, products[i].num_outputs, 8), jnp.float32) for i in numbers
+    }
+
+    def keep(refs, index, unit, sums):
+        outputs = pl.ds(unit * BLOCK + jax.lax.axis_index("wg") * HALF, HALF)
+        for i, each in enumerate(sums):
+            refs[f"sums{index}"][i, outputs] = each
+
+    surroundings = streams.Surroundings(keep, *[lambda *_: None] * 5)
+    params = _compat.mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+    found = streams.launch(plan, numbers, arrays, results, {}, 2, surroundings, params)
+    for i in numbers:
+        x, weight = (np.asarray(arrays[name], np.float32) for name in (streams.input_name(plan, i), f"weight{i}"))
+        expected = np.einsum("tk,kcn->cnt", x, weight.reshape(len(weight), products[i].num_sums, -1))
+        np.testing.assert_allclose(found[f"sums{i}"][..., :3], expected, rtol=1e-4, atol=1e-3)
+
+
+def weight_shape(product):
+    return (product.num_inputs, 2, product.num_outputs) if product.gated else (product.num_inputs, product.num_outputs)
+
+
+@needs_mosaic
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 64])
 def test_the_kernel_lowers_for_a_gpu(num_rows):
     arrays = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, host_arrays(SMALL, num_rows)))
-    call = jax.jit(partial(chain, eps=1e-5, implementation="mosaic"))
+    call = jax.jit(lambda x, residual, weights: chain(x, residual, weights, eps=1e-5, upcoming=[x], implementation="mosaic"))
     with a_gpu_to_lower_for():
         lowered = call.trace(arrays[0], *arrays[1]).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
+@pytest.mark.slow
 def test_cases_at_an_engines_start_pass_by_plain_jax():
     for case in checking.cases(replace(SMALL, of_heads=None), "xla", interpret=False):
         x, constants = case.make()
         assert case.error(x, constants, case.variants["xla"](*jax.tree.map(jnp.asarray, (x, *constants)))) <= case.tolerance
+
+
+def test_layers_one_after_the_other_pass_by_plain_jax():
+    case = checking.layers_case(SMALL, 4, 2, {"xla": False})
+    x, constants = jax.tree.map(jnp.asarray, case.make())
+    got = case.variants["xla"](x, *constants)
+    assert 0 < case.error(x, constants, got) <= case.tolerance
+    assert not case.error(x, (constants[0], constants[1][::-1]), got) <= case.tolerance, "layers differ"
 
 
 def test_a_wrong_value_is_found():
@@ -218,6 +276,7 @@ def test_the_kernel_is_checked_and_timed_where_there_is_a_gpu(kind, monkeypatch)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_compat, "has_mosaic", lambda: True)
     found = chain_cases.check_cases(tiny=False) if kind == "check" else chain_cases.speed_cases(tiny=False, tune=True)
-    assert all(list(case.variants) == ["mosaic", "xla"] and case.bytes > 0 and case.flops > 0 for case in found)
-    rows = {int(case.name.rsplit(", ", 1)[1].split()[0]) for case in found}
+    assert all(case.bytes > 0 and case.flops > 0 for case in found)
+    assert {tuple(case.variants) for case in found} == {("mosaic", "xla"), ("mosaic", "mosaic upcoming", "xla")}
+    rows = {int(case.name.split(", ")[1].split()[0]) for case in found}
     assert {1, 16, 64} <= rows and (kind == "speed" or {7, 8, 9, 17, 31, 33, 63} <= rows)
