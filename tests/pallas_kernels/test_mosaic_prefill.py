@@ -74,7 +74,7 @@ def make_arrays(batch: Batch) -> list[jax.Array]:
 
 
 def run(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel computes in an interpreter that looks for races, and what the reference does."""
+    """Results of the kernel, in an interpreter that looks for races, and of the reference."""
     arrays = make_arrays(batch)
     params = _compat.mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized", detect_races=True)
     got = jax.jit(functools.partial(mosaic_prefill.paged_attention, **batch.options, tiles=SMALL, interpret=params))(*arrays)
