@@ -51,7 +51,7 @@ CASES = {
         (150,), num_workers=2, num_kv_heads=1, num_groups=16, head_dim=128, page_size=128, dtype="float16"
     ),
     "tiles of 128 keys, width 256": Case((140,), num_kv_heads=1, head_dim=256, page_size=64, tiles=DecodeTiles(128, 2, 1)),
-    "8-bit cache": Case((150, 0, 20), num_workers=2, num_kv_heads=1, cache_dtype="float8_e4m3fn", tiles=RING),
+    "8-bit cache": Case((150, 0, 120), num_workers=1, num_kv_heads=1, cache_dtype="float8_e4m3fn", tiles=RING),
     "8-bit cache of width 128, window": Case((100,), num_kv_heads=1, head_dim=128, window=50, cache_dtype="float8_e4m3fn"),
 }
 
