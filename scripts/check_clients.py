@@ -99,7 +99,7 @@ def _install(name: str, home: Path) -> str | None:
     if python.exists():
         return None
     venv.create(home / name, with_pip=False)
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", *CLIENTS[name]]
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-compile", *CLIENTS[name]]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_INSTALL_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,8 @@
 """Tests run on eight virtual CPU devices. JAX reads its variables when it is first imported, which is after this file."""
 
+import contextlib
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -58,6 +60,18 @@ def use_cache_of_compiled_programs(jax: ModuleType) -> None:
     jax.config.update("jax_compilation_cache_dir", os.environ[COMPILED])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
     compilation_cache.reset_cache()  # which remembers them
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the files from the last on in every second process that collects them. On a clean checkout each then compiles half of
+    them and reads what the other has written: 4 s of CPU time less for either."""
+    if not int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2:
+        return
+    given = [session.config.invocation_params.dir / argument.partition("::")[0] for argument in session.config.args]
+    files = [file for path in given for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
+    for file in reversed(files):
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # told when it is collected
+            importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

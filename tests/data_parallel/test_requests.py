@@ -47,7 +47,6 @@ def core(two_ranks):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"async_scheduling": False},
         {"max_num_batched_tokens": 16},
         {"num_blocks": 8, "max_in_flight": 3},
@@ -56,7 +55,7 @@ def core(two_ranks):
     ids=str,
 )
 def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, options):
-    """More and fewer steps in flight, prompts in chunks, requests preempted, and one at a time in each data-parallel rank."""
+    """Fewer and more steps in flight, prompts in chunks, requests preempted, and one at a time in each data-parallel rank."""
     every_kind.check_twice(core, requests, expected, **options)
 
 
@@ -67,7 +66,7 @@ def test_one_rank_computes_while_the_other_has_nothing(core, expected, rank):
     assert idle.stats().num_step_tokens == 0 and not idle.requests
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_arrivals_and_ends_leaves_the_others_as_they_are(core, expected, seed):
     rng = random.Random(seed)
     waiting = [pinned(request, rng.choice([0, 1, None])) for request in requests()]
@@ -109,7 +108,7 @@ def test_a_request_goes_where_its_prompt_is_cached_else_where_less_is_queued(cor
     assert engines.run(core, [engines.request("anew", long, max_tokens=2)])["anew"].num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("faults", ["step:3:oom", "launch:3:oom", "draw:2:oom", "result:4:oom", "result:1:oom,launch:5:oom"])
+@pytest.mark.parametrize("faults", ["step:3:oom", "draw:2:oom", "result:1:oom,launch:5:oom"])
 def test_after_failed_steps_every_request_has_the_tokens_it_would_have_had(core, expected, faults):
     every_kind.check_after_failed_steps(core, requests, expected, faults)
 

@@ -45,7 +45,6 @@ def core(tmp_path_factory):
             block_size=8,
             num_gpu_blocks_override=25,
             max_num_batched_tokens=48,
-            decode_buckets=(2, 4),
             token_buckets=(16, 48),
         )
     core.finish_compiling()

@@ -61,8 +61,9 @@ def poison(core: EngineCore) -> None:
 
 
 def test_whole_prompts(variant):
+    """One step at a time."""
     name, core = variant
-    engines.reschedule(core)
+    engines.reschedule(core, async_scheduling=False)
     check(name, core)
     assert core.stats().num_preemptions == 0
     assert core.runner.sampling._state is None, "logprobs need no state of the size of the vocabulary"
@@ -80,7 +81,7 @@ def test_cached_prompts(variant):
     assert core.stats().prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize(("max_in_flight", "enable_prefix_caching"), [(1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("max_in_flight", "enable_prefix_caching"), [(2, False), (3, True)])
 def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
     name, core = variant
     if enable_prefix_caching:
@@ -91,7 +92,6 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         num_blocks=SMALL_POOL.get(name, 12),
         max_num_batched_tokens=16,
         max_num_prefill_tokens=16 * max_in_flight,
-        async_scheduling=max_in_flight > 1,
         max_in_flight=max_in_flight,
         enable_prefix_caching=enable_prefix_caching,
     )

@@ -39,16 +39,19 @@ class Case:
     tiles: DecodeTiles | None = None
 
 
+RING = DecodeTiles(64, 2, 1)
+"""A ring of two tiles, which a worker with more of them goes round several times."""
 CASES = {
-    "lengths around a tile, padding between, an odd group": Case((1, 64, 0, 65), num_workers=4, num_kv_heads=1, num_groups=3),
-    "more workers than tiles, two heads": Case((70, 5), num_workers=7, tiles=DecodeTiles(64, 2, 1)),
-    "window and soft cap": Case((100, 3), num_kv_heads=1, window=40, soft_cap=2.0),
-    "sinks, of whole rows and of rows in parts": Case((1, 150, 0, 65), num_workers=4, num_groups=3, has_sinks=True),
-    "queries that do not fill tiles, pages of 8": Case((9, 20, 1), num_kv_heads=3, num_groups=3, page_size=8),
+    "sinks, of whole rows and of rows in parts, padding between, an odd group": Case(
+        (1, 150, 0, 65), num_workers=2, num_groups=3, has_sinks=True, tiles=RING
+    ),
+    "window and soft cap, more workers than tiles": Case((70, 5), num_workers=7, window=40, soft_cap=2.0, tiles=RING),
+    "queries that do not fill tiles, pages of 8": Case((9, 20, 1, 64), num_kv_heads=3, num_groups=3, page_size=8),
     "pages larger than a tile, sixteen heads, width 128": Case(
         (150,), num_workers=2, num_kv_heads=1, num_groups=16, head_dim=128, page_size=128, dtype="float16"
     ),
     "tiles of 128 keys, width 256": Case((140,), num_kv_heads=1, head_dim=256, page_size=64, tiles=DecodeTiles(128, 2, 1)),
+    "8-bit cache": Case((150, 0, 120), num_workers=1, num_kv_heads=1, cache_dtype="float8_e4m3fn", tiles=RING),
     "8-bit cache of width 128, window": Case((100,), num_kv_heads=1, head_dim=128, window=50, cache_dtype="float8_e4m3fn"),
 }
 
@@ -96,7 +99,11 @@ def expected_of(case: Case, arrays: list[jax.Array], scale: float, k_scale: floa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_decode_matches_the_reference(name: str) -> None:
+def test_decode_matches_the_reference_and_producer_and_consumer_do_not_race(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(mosaic_decode, "mosaic_interpret", lambda _: plgpu.InterpretGPUParams(detect_races=True))
     case = CASES[name]
     arrays = make_arrays(case)
     scale = 1.3 * case.head_dim**-0.5
@@ -116,20 +123,6 @@ def test_decode_matches_the_reference(name: str) -> None:
     assert got.dtype == jnp.dtype(case.dtype)
     expected = expected_of(case, arrays, scale, *((0.5, 2.0) if case.cache_dtype else (1.0, 1.0)))
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
-def test_producer_and_consumer_do_not_race(cache_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring that is traversed several times, queries too."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    monkeypatch.setattr(mosaic_decode, "mosaic_interpret", lambda _: plgpu.InterpretGPUParams(detect_races=True))
-    case = Case((150, 0, 20), num_workers=2, num_kv_heads=1, cache_dtype=cache_dtype, tiles=DecodeTiles(64, 2, 1))
-    arrays = make_arrays(case)
-    call = functools.partial(mosaic_decode.paged_decode, scale=0.1, tiles=case.tiles, num_workers=2, interpret=True)
-    got = jax.jit(call)(*arrays)
-    np.testing.assert_allclose(np.asarray(got, np.float32), expected_of(case, arrays, 0.1, 1.0, 1.0), atol=2e-2)
     assert not gpu_callbacks.get_races().races_found
 
 

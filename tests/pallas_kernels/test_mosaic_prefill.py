@@ -73,9 +73,11 @@ def make_arrays(batch: Batch) -> list[jax.Array]:
     ]
 
 
-def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) -> tuple[np.ndarray, np.ndarray]:
+def run(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Results of the kernel, in an interpreter that looks for races, and of the reference."""
     arrays = make_arrays(batch)
-    got = jax.jit(functools.partial(mosaic_prefill.paged_attention, **batch.options, tiles=tiles, interpret=interpret))(*arrays)
+    params = _compat.mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized", detect_races=True)
+    got = jax.jit(functools.partial(mosaic_prefill.paged_attention, **batch.options, tiles=SMALL, interpret=params))(*arrays)
     arrays = [x.astype(jnp.float32) if x.dtype == batch.dtype else x for x in arrays]
     want = jax.jit(functools.partial(reference.paged_attention, **batch.options))(*arrays)
     assert got.dtype == batch.dtype
@@ -86,35 +88,29 @@ def run(batch: Batch, tiles: MosaicPrefillTiles = SMALL, interpret: Any = True) 
 @pytest.mark.parametrize(
     "batch",
     [
-        pytest.param(Batch(((4, 4), (130, 170), (0, 0), (3, 3), (5, 90), (61, 61))), id="prompts that begin anywhere"),
-        pytest.param(Batch(((4, 4), (70, 100)), has_sinks=True), id="sinks"),
+        pytest.param(
+            Batch(((4, 4), (130, 170), (0, 0), (3, 3), (5, 90), (61, 61)), has_sinks=True),
+            id="prompts that begin anywhere, sinks",
+        ),
         pytest.param(Batch(((66, 150),), window=40, soft_cap=1.5, num_groups=1), id="window and soft cap, odd number of heads"),
-        pytest.param(Batch(((7, 170),), window=1, num_groups=1), id="the window begins in the last page"),
+        pytest.param(Batch(((7, 170), (2, 2)), window=1, num_groups=1, padding=0), id="the window begins in the last page"),
         pytest.param(Batch(((5, 70),), page_size=128, dtype="float16"), id="a tile is part of a page"),
         pytest.param(
-            Batch(((4, 4), (130, 170), (0, 0), (5, 90)), window=100, cache_dtype="float8_e4m3fn"), id="8-bit cache, window"
+            Batch(
+                ((4, 4), (130, 170), (0, 0), (5, 90)), window=100, cache_dtype="float8_e4m3fn", dtype="float16", has_sinks=True
+            ),
+            id="8-bit cache, window, sinks",
         ),
-        pytest.param(
-            Batch(((70, 150),), cache_dtype="float8_e4m3fn", dtype="float16", has_sinks=True), id="8-bit cache, sinks"
-        ),
+        pytest.param(Batch(((3, 190), (2, 2)), padding=0, cache_dtype="float8_e4m3fn"), id="8-bit cache"),
     ],
 )
-def test_kernel_agrees_with_reference(batch):
+def test_kernel_agrees_with_reference_and_barriers_order_every_access(batch):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
     got, want = run(batch)
     used = batch.num_tokens
     np.testing.assert_allclose(got[:used], want[:used], atol=2e-2)
     np.testing.assert_array_equal(got[used:], 0.0)
-
-
-@needs_mosaic
-@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
-def test_barriers_order_every_access(cache_dtype):
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    params = _compat.mosaic().InterpretGPUParams(out_of_bounds_reads="uninitialized", detect_races=True)
-    batch = Batch(((3, 190), (2, 2)), padding=0, cache_dtype=cache_dtype)
-    got, want = run(batch, interpret=params)
-    np.testing.assert_allclose(got, want, atol=2e-2)
     assert not gpu_callbacks.get_races().races_found
 
 

@@ -261,11 +261,15 @@ INTERPRETED = {
     "many, zeros, an odd number of blocks and of steps": (Shapes("int4", 192, 192, 32, "float32", has_zeros=True), 72),
     "many, 8 bits by output": (Shapes("int8", 64, 64, None), 65),
 }
+ON_A_NEWER_JAX = ("few, zeros, steps that are not whole", "many, 8 bits by output")
+"""The only run of these kernels in CI, whose older JAX has not what they need."""
 
 
 @needs_mosaic
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.newer) if name in ON_A_NEWER_JAX else name for name in INTERPRETED]
+)
 def test_kernels_in_the_interpreter(name):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 

