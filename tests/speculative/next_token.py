@@ -28,7 +28,7 @@ from tests.speculative.by_hand import MAX_LENGTH, HiddenStates
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a family's checkpoints call the tensors of a module."""
+    """Names of the tensors of a module in a family's checkpoints."""
 
     config: str
     """The family's tiny config."""
@@ -40,7 +40,7 @@ class Spelling:
     """Norms of the embedding and of the hidden state, the product that joins them, the last norm."""
     is_hidden_first: bool = False
     values: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Of config.json, in addition."""
+    """Further values of config.json."""
 
 
 def _around(first: str, last: str) -> tuple[str, str, str, str]:

@@ -58,7 +58,7 @@ def test_modules_are_read_by_the_names_of_each_family(family, tmp_path):
 
 @pytest.mark.slow
 def test_drafts_of_a_module_of_several_layers_are_those_of_the_module_alone(tmp_path):
-    """Over two devices: attention, then experts, each in a layer of its own."""
+    """Over two devices: attention, then experts, in one layer each."""
     spelling = SPELLINGS["nemotron_h"]
     directory = next_token.write(spelling, tmp_path)
     target, state = goldens.load(directory, tensor_parallel_size=2)
