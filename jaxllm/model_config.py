@@ -65,7 +65,7 @@ class ModelConfig(ServedModel):
     num_spare_layers: int = 0
     """Modules of further layers in the checkpoint that are not used here: they predict tokens after the next one."""
     next_token: NextToken = field(default_factory=NextToken)
-    """What these are like."""
+    """The first of these modules."""
     has_tiles: bool = False
     """Whether weights are in tiles where their formats have them so: `in_tiles`."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"
