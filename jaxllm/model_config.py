@@ -19,6 +19,7 @@ from jaxllm.model_parts import (
     Mamba2,
     MoE,
     Names,
+    NextToken,
     Norm,
     Positions,
     StateMixer,
@@ -62,7 +63,9 @@ class ModelConfig(ServedModel):
     kv_cache_dtype: str = ""
     """Concrete: one of DTYPES or float8_e4m3fn; empty at construction means dtype."""
     num_spare_layers: int = 0
-    """Layers behind these in the checkpoint that are not used: they predict tokens after the next one."""
+    """Modules of further layers in the checkpoint that are not used here: they predict tokens after the next one."""
+    next_token: NextToken = field(default_factory=NextToken)
+    """The first of these modules."""
     has_tiles: bool = False
     """Whether weights are in tiles where their formats have them so: `in_tiles`."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"

@@ -17,7 +17,7 @@ from jaxllm.layers.row_states import Spans, StateRows
 
 
 class Mix(Protocol):
-    """What a layer computes of its inputs and states."""
+    """The computation of a layer from its inputs and states."""
 
     def __call__(
         self, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows, is_there_T11: Array | None = None

@@ -11,6 +11,7 @@ from jaxllm.model_parts.encoder import Classifier, ClassifierHidden, Encoder
 from jaxllm.model_parts.gemma4 import Gemma4Layer, PerLayerEmbedding
 from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
+from jaxllm.model_parts.next_token import NextToken
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope, RopeKind
 from jaxllm.model_parts.short_conv import ShortConv
@@ -37,6 +38,7 @@ __all__ = [
     "MergerLinear",
     "MoE",
     "Names",
+    "NextToken",
     "Norm",
     "OutputGate",
     "PerLayerEmbedding",

@@ -76,8 +76,6 @@ class Names:
     """How the names of tensors begin that are not loaded."""
     unquantized: tuple[str, ...] = ()
     """How the names of linear layers end that stay plain where weights are quantised while they load."""
-    next_token: str | None = None
-    """How the names of layers for multi-token prediction begin where they are not those of further layers, as Qwen has them."""
     is_part: bool = False
     """Whether the checkpoint may hold other models too, whose tensors are not loaded with the text model."""
 

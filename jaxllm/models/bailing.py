@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Names
+from jaxllm.model_parts.next_token import FINAL_NORM
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.deepseek_routing import grouped_moe
 
@@ -66,7 +67,7 @@ def read(c: ConfigReader) -> ModelConfig:
     c.refuse_unless("router_dtype", *ROUTER_DTYPES)
     moe = grouped_moe(c, "sigmoid", "gate.expert_bias", ROUTER_DTYPES.get(str(c.raw.get("router_dtype"))))
     c.refuse_unless("moe_shared_expert_intermediate_size", c.integer("moe_intermediate_size"))
-    return c.decoder(c.with_experts(layers, moe), max_position, names=NAMES)
+    return c.decoder(c.with_experts(layers, moe), max_position, names=NAMES, next_token=FINAL_NORM)
 
 
 def read_sarvam(c: ConfigReader) -> ModelConfig:

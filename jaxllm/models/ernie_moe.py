@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Routing
+from jaxllm.model_parts import MLP, NextToken, Routing
 from jaxllm.models import ernie
 from jaxllm.models.config_reader import ConfigReader
 
@@ -17,6 +17,14 @@ DEFAULTS = {
     "moe_layer_interval": 1,
     "moe_intermediate_size": 1536,
 }
+NEXT_TOKEN = NextToken(
+    layer="model.mtp_block.{}",
+    embedding_norm="model.mtp_emb_norm.0",
+    hidden_norm="model.mtp_hidden_norm.0",
+    joined="model.mtp_linear_proj.0",
+)
+"""A dense layer, behind which comes the model's own last norm."""
+IGNORED = ("model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.")
 
 
 def read(c: ConfigReader) -> ModelConfig:
@@ -41,6 +49,6 @@ def read(c: ConfigReader) -> ModelConfig:
     def is_sparse(layer: int) -> bool:
         return (layer + 1) % every == 0 and first <= layer <= last
 
-    return replace(
-        config, layers=tuple(replace(layer, mlp=moe) if is_sparse(i) else layer for i, layer in enumerate(config.layers))
-    )
+    layers = tuple(replace(layer, mlp=moe) if is_sparse(i) else layer for i, layer in enumerate(config.layers))
+    next_token = replace(NEXT_TOKEN, layers=config.layers[-1:], norm=config.norm.name)
+    return replace(config, layers=layers, names=replace(config.names, ignored=IGNORED), next_token=next_token)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Routing
+from jaxllm.model_parts.next_token import FINAL_NORM
 from jaxllm.models.config_reader import ConfigReader
 
 DEFAULTS = {
@@ -44,4 +45,5 @@ def read(c: ConfigReader) -> ModelConfig:
     width, num_shared = c.integer("moe_intermediate_size"), c.count("num_shared_experts")
     shared = MLP(width * num_shared, c.activation(), bias=mlp_bias, name="mlp.shared_mlp") if num_shared else None
     layer = c.pre_norm_layer(attention, c.mlp(bias=mlp_bias))
-    return c.decoder(c.with_experts([layer] * c.num_layers, c.moe(routing, width, shared=shared)), max_position)
+    layers = c.with_experts([layer] * c.num_layers, c.moe(routing, width, shared=shared))
+    return c.decoder(layers, max_position, next_token=FINAL_NORM)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, Names, Rope
+from jaxllm.model_parts import Attention, Names, NextToken, Rope
+from jaxllm.model_parts.next_token import FINAL_NORM
 from jaxllm.models.config_reader import WINDOWED, ConfigReader
 from jaxllm.models.deepseek_routing import sigmoid_moe
 
@@ -38,6 +39,8 @@ REQUIRED = {
     "n_shared_experts": 0,
 }
 """The only values of keys that are computed."""
+NAMES = Names(ignored=("model.mtp.",))
+NEXT_TOKEN = replace(FINAL_NORM, layer="model.mtp.layers.{}")
 
 
 def read(c: ConfigReader) -> ModelConfig:
@@ -49,8 +52,15 @@ def read(c: ConfigReader) -> ModelConfig:
     windowed = c.layer_kinds(WINDOWED, lambda layer: layer != 0 and (layer + 1) % 6 != 0)
     attentions = {True: _windowed(c, local_rope), False: _attention(c, full_rope)}
     layers = [c.pre_norm_layer(attentions[on], c.mlp()) for on in windowed]
-    names = Names(ignored=("model.mtp.",))
-    return c.decoder(c.with_experts(layers, sigmoid_moe(c, "float32")), max_position, names=names)
+    # Released checkpoints have modules for multi-token prediction without saying so.
+    fields = {"num_spare_layers": c.count("num_nextn_predict_layers", 1), "next_token": _next_token(c, local_rope)}
+    return c.decoder(c.with_experts(layers, sigmoid_moe(c, "float32")), max_position, names=NAMES, **fields)
+
+
+def _next_token(c: ConfigReader, rope: Rope) -> NextToken:
+    """A dense layer with a window, whose second norm has another name."""
+    layer = c.pre_norm_layer(_windowed(c, rope), c.mlp())
+    return replace(NEXT_TOKEN, layers=(replace(layer, mlp_norm=c.rms_norm("pre_mlp_layernorm")),))
 
 
 def _by_names_of_transformers(c: ConfigReader) -> ConfigReader:

@@ -3,10 +3,11 @@
 Sources: arXiv:2504.03624, arXiv:2512.20848 (experts), NVIDIA's Nemotron 3 white paper, 2025 (experts in a latent space).
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Layer, Mamba2, MoE, Names
+from jaxllm.model_parts import MLP, Layer, Mamba2, MoE, Names, NextToken
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.deepseek_routing import sigmoid_moe
 
@@ -53,14 +54,24 @@ def read(c: ConfigReader) -> ModelConfig:
         "E": lambda: Layer(None, _moe(c), None, norm),
     }
     made = {kind: layers[kind]() for kind in dict.fromkeys(kinds)}
-    norm = c.rms_norm("backbone.norm_f")
-    fields = {"norm": norm, "names": NAMES, "num_spare_layers": 0}  # layers for multi-token prediction are apart, and ignored
+    fields = {"norm": c.rms_norm("backbone.norm_f"), "names": NAMES, "next_token": _next_token(c, layers)}
     return c.decoder([made[kind] for kind in kinds], c.integer("max_position_embeddings"), **fields)
 
 
-def _kinds(c: ConfigReader, given: object) -> list[str]:
+def _next_token(c: ConfigReader, layers: Mapping[str, Callable[[], Layer]]) -> NextToken:
+    """A module of layers of one part each. layers: makes one, by the letter of its part."""
+    if not c.count("num_nextn_predict_layers", 0):
+        return NextToken()
+    kinds = _kinds(c, c.raw.get("mtp_layers_block_type") or c.raw.get("mtp_hybrid_override_pattern") or "*E", "mtp_")
+    made = tuple(layers[kind]() for kind in kinds)
+    return NextToken(layers=made, layer="mtp.layers.{}", norm=f"mtp.layers.{len(kinds) - 1}.final_layernorm")
+
+
+def _kinds(c: ConfigReader, given: object, prefix: str = "") -> list[str]:
     if not isinstance(given, (str, list)) or not given or not all(isinstance(kind, str) and kind in KINDS for kind in given):
-        c.faults.append(f"hybrid_override_pattern or layers_block_type is {given!r}, must consist of {', '.join(KINDS)}")
+        c.faults.append(
+            f"{prefix}hybrid_override_pattern or {prefix}layers_block_type is {given!r}, must consist of {', '.join(KINDS)}"
+        )
         return ["*"]
     return [KINDS[kind] for kind in given]
 

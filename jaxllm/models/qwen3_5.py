@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, MoE, Names
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.qwen3_next import gated_moe, hybrid_layers, linear_attention, offset_norm
+from jaxllm.models.qwen3_next import NEXT_TOKEN, gated_moe, hybrid_layers, linear_attention, offset_norm
 
 DEFAULTS = {"max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25}
 PLAIN = tuple(f"linear_attn.in_proj_{letter}" for letter in "ba")
@@ -31,7 +31,7 @@ def read_moe(c: ConfigReader) -> ModelConfig:
 def _text(c: ConfigReader, **defaults: int) -> tuple[ConfigReader, Names, str]:
     """The reader of the text model, which may be all of the config; the names of its tensors, and its last norm."""
     text, names, norm = c.text_part("model.language_model", "lm_head")
-    return text.with_defaults(**DEFAULTS, **defaults), replace(names, next_token="mtp", is_part=True, unquantized=PLAIN), norm
+    return text.with_defaults(**DEFAULTS, **defaults), replace(names, is_part=True, unquantized=PLAIN), norm
 
 
 def _decoder(c: ConfigReader, mlp: MLP | MoE, **fields: Any) -> ModelConfig:
@@ -40,4 +40,5 @@ def _decoder(c: ConfigReader, mlp: MLP | MoE, **fields: Any) -> ModelConfig:
     c.refuse_unless("output_gate_type", "silu", "sigmoid")
     gate = "sigmoid" if c.raw.get("output_gate_type") == "sigmoid" else "silu"
     layers, max_position = hybrid_layers(c, mlp, linear_attention(c, gate=gate, is_flat=True))
-    return c.decoder(layers, max_position, num_spare_layers=c.count("mtp_num_hidden_layers", 0), **fields)
+    num_spare = c.count("mtp_num_hidden_layers", 0)
+    return c.decoder(layers, max_position, num_spare_layers=num_spare, next_token=NEXT_TOKEN, **fields)

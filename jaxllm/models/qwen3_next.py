@@ -7,12 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, GatedDeltaNet, Layer, MoE, Names, Norm
+from jaxllm.model_parts import MLP, GatedDeltaNet, Layer, MoE, Names, NextToken, Norm
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.qwen_moe import read_moe, with_experts
 
-NAMES = Names(ignored=("mtp.",), next_token="mtp", unquantized=("linear_attn.in_proj_ba",))
+NAMES = Names(ignored=("mtp.",), unquantized=("linear_attn.in_proj_ba",))
 """The fp8 checkpoints keep in_proj_ba plain too: it is small, and exponentials of its outputs decay the states."""
+NEXT_TOKEN = NextToken(
+    layer="mtp.layers.{}",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    joined="mtp.fc",
+    norm="mtp.norm",
+)
 KINDS = {"linear_attention": True, "full_attention": False}
 """Whether a layer has linear attention, by its entry in layer_types."""
 
@@ -30,7 +37,7 @@ def read(c: ConfigReader) -> ModelConfig:
     layers, max_position = hybrid_layers(c, c.mlp(), linear_attention(c))
     # Released checkpoints have a layer for multi-token prediction without saying so.
     num_spare = c.count("num_nextn_predict_layers", 1)
-    fields = {"norm": offset_norm(c, "model.norm"), "names": NAMES, "num_spare_layers": num_spare}
+    fields = {"norm": offset_norm(c, "model.norm"), "names": NAMES, "num_spare_layers": num_spare, "next_token": NEXT_TOKEN}
     return c.decoder(with_experts(c, layers, gated_moe(c)), max_position, **fields)
 
 

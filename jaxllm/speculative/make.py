@@ -98,7 +98,7 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
         **acceptance,
     }
     if options.method == "mtp":
-        fields |= {"load_format": given.load_format, "num_expert_devices": topology.expert}
+        fields |= {"load_format": given.load_format, "tensor_parallel_size": size, "num_expert_devices": topology.expert}
         return mtp.make(target_directory, target, **fields)
     assert options.model is not None
     directory = resolve_model(options.model, options.revision, given.download_dir)

@@ -1,7 +1,7 @@
 """Drafts of the layers for multi-token prediction that a checkpoint has behind the target's. Source: arXiv:2412.19437, section 2.2.
 
-Each combines the hidden state of a token, after the target's last norm, with the embedding of the next token. Where a checkpoint has
-several of these layers, only the first is used: it goes on from its own results.
+Each module combines the hidden state of a token, after the target's last norm, with the embedding of the next token. Where a checkpoint
+has several, only the first is used: it goes on from its own results.
 """
 
 from collections.abc import Sequence
@@ -24,33 +24,30 @@ from jaxllm.layers.step import Step
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, LatentAttention, Layer, MoE
+from jaxllm.model_parts import Attention, LatentAttention, Layer, MoE, NextToken, StateMixer
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
 from jaxllm.speculative.predictor import HiddenStateDrafter
 
-_BEHIND = {"embedding": "enorm", "hidden": "hnorm", "joined": "eh_proj", "last": "shared_head.norm"}
-_APART = {"embedding": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "joined": "fc", "last": "norm"}
-"""Names of what stands around the layer: of a further layer of the target, in which they are; and behind `Names.next_token`."""
 
-
-class NextTokenLayer(nnx.Module):
-    """A layer like the target's last with attention, with norms of what goes in and what comes out; embedding and head are the target's."""
+class NextTokenModule(nnx.Module):
+    """A few layers, with norms of what goes in and what comes out; embedding and head are the target's."""
 
     def __init__(self, config: ModelConfig):
-        D, apart = config.hidden_size, config.names.next_token
-        prefix, names = (f"{config.layer_name(0)}.", _BEHIND) if apart is None else (f"{apart}.", _APART)
+        D, part = config.hidden_size, config.next_token
         self.token_ids = nnx.data(None)
 
-        def norm(part: str) -> Normalization:
-            return Normalization(replace(config.norm, name=names[part]), D, "embed", config.dtype, prefix=prefix)
+        def norm(name: str) -> Normalization:
+            return Normalization(replace(config.norm, name=name), D, "embed", config.dtype)
 
-        self.embedding_norm, self.hidden_norm, self.norm = norm("embedding"), norm("hidden"), norm("last")
-        module = Module(f"{prefix}{names['joined']}", (D,))
-        self.joined = Linear("td,dh->th", (2 * D, D), ("embed", "embed"), config.dtype, modules=[module])
-        self.block = DecoderBlock(config, 0)
-        take_formats(config, self.block)
+        self.embedding_norm, self.hidden_norm, self.norm = norm(part.embedding_norm), norm(part.hidden_norm), norm(part.norm)
+        self.joined = Linear("td,dh->th", (2 * D, D), ("embed", "embed"), config.dtype, modules=[Module(part.joined, (D,))])
+        self.blocks = nnx.List([DecoderBlock(config, layer) for layer in range(config.num_layers)])
+        attends = (layer for layer, parts in enumerate(config.layers) if parts.attention is not None)
+        self.last_attention = max(attends, default=0)
+        for block in self.blocks:
+            take_formats(config, block)
 
     def hidden(self, drafting: Drafting) -> Array:
         return drafting.hidden_TD
@@ -59,7 +56,11 @@ class NextTokenLayer(nnx.Module):
         part_TD = target.embedding(step.token_ids_T, step.shards)
         _, embedded_TD = step.shards.add_and_norm(part_TD, None, self.embedding_norm)
         x_TD = self.joined(jnp.concatenate([embedded_TD, self.hidden_norm(hidden_TD)], axis=-1))
-        ((_, out_TD),) = self.block([(x_TD, self.block.attention_norm(x_TD))], self.norm, step, kept_R)
+        runs = [(x_TD, self.blocks[0].first_norm(x_TD))]
+        norms = [*(block.first_norm for block in self.blocks[1:]), self.norm]
+        for layer, (block, norm) in enumerate(zip(self.blocks, norms, strict=True)):
+            runs = block(runs, norm, step, kept_R if layer == self.last_attention else None)
+        ((_, out_TD),) = runs
         return out_TD, out_TD
 
     def logits(self, target: Any, hidden_RD: Array, shards: Shards) -> Array:
@@ -68,19 +69,21 @@ class NextTokenLayer(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTokenPrediction(HiddenStateDrafter):
-    """Proposes with the first layer behind the target's."""
+    """Proposes with the first module that the checkpoint has."""
 
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """Raises ModelLoadError."""
         report = bytes_loaded(progress)
         if self.load_format == "dummy":
-            return dummy_weights(self.config, self.model, mesh, seed=self.seed, progress=report, build=NextTokenLayer)
+            return dummy_weights(self.config, self.model, mesh, seed=self.seed, progress=report, build=NextTokenModule)
         return load_checkpoint(
             self.config, self.model, self.directory, mesh=mesh, load_format=self.load_format, progress=report
         )
 
 
-def make(directory: Path, target: ModelConfig, *, num_expert_devices: int = 1, **fields: Any) -> MultiTokenPrediction:
+def make(
+    directory: Path, target: ModelConfig, *, tensor_parallel_size: int = 1, num_expert_devices: int = 1, **fields: Any
+) -> MultiTokenPrediction:
     """The drafter that a target's checkpoint holds, with these fields. target: split over the devices. num_expert_devices: those that
     whole experts are distributed to. Raises ConfigError."""
     if not target.num_spare_layers:
@@ -91,22 +94,29 @@ def make(directory: Path, target: ModelConfig, *, num_expert_devices: int = 1, *
         )
     if fields.get("load_format") == "orbax":
         raise ConfigError("load_format is orbax, whose checkpoints have no layers for multi-token prediction; load safetensors")
-    config = _config(target, num_expert_devices)
-    return MultiTokenPrediction(config=config, target=target, model=NextTokenLayer(config), directory=directory, **fields)
+    config = _config(target, num_expert_devices, tensor_parallel_size)
+    return MultiTokenPrediction(config=config, target=target, model=NextTokenModule(config), directory=directory, **fields)
 
 
-def _config(target: ModelConfig, num_expert_devices: int) -> ModelConfig:
-    """One layer, the first behind the target's; all other tensors of the checkpoint are ignored."""
-    names, first = target.names, target.num_layers
-    name = target.layer_name(first) if names.next_token is None else f"{names.next_token}.layers.0"
-    others = [f"{target.layer_name(i)}." for i in range(first + target.num_spare_layers) if target.layer_name(i) != name]
-    shared = [f"{name}.{part}." for part in ("embed_tokens", "shared_head.head")]
+def _config(target: ModelConfig, num_expert_devices: int, size: int) -> ModelConfig:
+    """The layers of the first module; all other tensors of the checkpoint are ignored."""
+    names, part, first = target.names, target.next_token, target.num_layers
+    layer = part.layer or target.layer_name(first)
+    others = [f"{name}." for i in range(first + target.num_spare_layers) if (name := target.layer_name(i)) != layer]
     outside = [f"{name}." for name in (names.embedding, names.head, target.norm.name)]
-    names = replace(names, layer=name, ignored=(*names.ignored, *others, *shared, *outside))
+    part = _named(part, layer.format(0))
+    names = replace(names, layer=layer, ignored=(*names.ignored, *others, *part.shared, *outside))
     # A layer with linear attention is not what predicts, wherever it stands in the target.
     like = next(each for each in reversed(target.layers) if isinstance(each.attention, (Attention, LatentAttention)))
-    layer = _without_copies(_with_own_index(like, target.layers), num_expert_devices)
-    return replace(target, layers=(layer,), names=names, num_spare_layers=0)
+    layers = tuple(each.split(size) for each in part.layers) or (
+        _without_copies(_with_own_index(like, target.layers), num_expert_devices),
+    )
+    if any(isinstance(each.attention, StateMixer) for each in layers):
+        raise ConfigError(
+            f"{target.architecture} has layers for multi-token prediction with states by row, which cannot be taken back when a draft "
+            "proves wrong; choose another method than mtp"
+        )
+    return replace(target, layers=layers, names=names, next_token=part, num_spare_layers=0)
 
 
 def _with_own_index(like: Layer, layers: Sequence[Layer]) -> Layer:
@@ -117,6 +127,12 @@ def _with_own_index(like: Layer, layers: Sequence[Layer]) -> Layer:
     others = (each.attention for each in reversed(layers) if isinstance(each.attention, LatentAttention))
     index = next(other.index for other in others if other.index is not None)
     return replace(like, attention=replace(part, index=index))
+
+
+def _named(part: NextToken, first: str) -> NextToken:
+    """With whole names of tensors. first: that of its first layer."""
+    names = {name: getattr(part, name).format(first) for name in ("embedding_norm", "hidden_norm", "joined", "norm")}
+    return replace(part, **names, shared=tuple(name.format(first) for name in part.shared))
 
 
 def _without_copies(layer: Layer, num_devices: int) -> Layer:

@@ -33,6 +33,11 @@ ALIASES: Mapping[str, Method] = {
     "glm4_moe_mtp": "mtp",
     "qwen3_next_mtp": "mtp",
     "qwen3_5_mtp": "mtp",
+    "nemotron_h_mtp": "mtp",
+    "mimo_v2_mtp": "mtp",
+    "hy_v3_mtp": "mtp",
+    "ernie_mtp": "mtp",
+    "glm4_moe_lite_mtp": "mtp",
 }
 """Other names of methods in vLLM."""
 NEED_MODEL: Mapping[str, str] = {
@@ -225,7 +230,7 @@ def _method(given: Mapping[str, Any], read_config: Callable[[str | None, str | N
         return typing.cast("Method", method)
     if method in METHODS_ELSEWHERE or method.endswith("_mtp"):
         reason = METHODS_ELSEWHERE.get(
-            method, "layers for multi-token prediction are read from checkpoints of DeepSeek-V3, GLM-4.5 and Qwen 3.5"
+            method, "layers for multi-token prediction are read from checkpoints of the families that docs/SPECULATIVE.md lists"
         )
         raise _error(f"method {method!r} is not supported: {reason}; {_METHODS_TEXT}")
     close = nearest(method, METHODS)

@@ -92,7 +92,9 @@ def test_nemotron(read):
     parts = [next(iter(layer.parts.values())) for layer in config.layers]
     assert [type(part) for part in parts] == [Mamba2, MoE, Mamba2, Attention, MoE, MLP]
     assert parts[0].time_step_limit is None and parts[3].rope is None and not parts[5].gated
-    assert read(NEMOTRON, num_nextn_predict_layers=1).num_spare_layers == 0  # its names are others
+    module = read(NEMOTRON, num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*-").next_token
+    assert [type(layer.attention or layer.mlp) for layer in module.layers] == [Attention, MLP]
+    assert module.norm == "mtp.layers.1.final_layernorm"
     with pytest.raises(ConfigError, match="does not divide .*8 groups of Mamba-2"):
         config.for_tensor_parallel(16)
     with pytest.raises(ModelLoadError, match="hybrid_override_pattern or layers_block_type is 'MX', must consist of M, mamba"):

@@ -1,5 +1,6 @@
 """Layers for multi-token prediction: around them NumPy, they themselves by dense attention over whole sequences."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
 from jaxllm.speculative import mtp
 from tests.helpers import goldens
+from tests.speculative import next_token
 from tests.speculative.by_hand import ByHand, target_hidden_states
 from tests.speculative.checkpoints import (
     MTP_TARGET,
@@ -17,6 +19,7 @@ from tests.speculative.checkpoints import (
     write_with_next_token_layer,
     write_with_next_token_layer_apart,
 )
+from tests.speculative.next_token import SPELLINGS, ModuleOracle
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,35 @@ def test_drafts_of_a_layer_beside_a_hybrid_model_are_those_of_the_layer_alone(tm
     states, oracle = target_hidden_states(*goldens.load(directory), ()), NextTokenOracle(as_behind, last=3, offset=1.0)
     engine = ByHand(drafter, *goldens.load(directory, tensor_parallel_size=2), states, 2)
     engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in SPELLINGS if name != "nemotron_h"])
+def test_modules_are_read_by_the_names_of_each_family(family, tmp_path):
+    """All tensors are there, and have the shapes of its layers."""
+    directory = next_token.write(SPELLINGS[family], tmp_path)
+    config = goldens.load(directory)[0]
+    mtp.make(directory, config, num_drafts=1).load(make_mesh(1), SILENT)
+
+
+@pytest.mark.slow
+def test_drafts_of_a_module_of_several_layers_are_those_of_the_module_alone(tmp_path):
+    """Over two devices: attention, then experts, in one layer each."""
+    spelling = SPELLINGS["nemotron_h"]
+    directory = next_token.write(spelling, tmp_path)
+    target, state = goldens.load(directory, tensor_parallel_size=2)
+    drafter = mtp.make(directory, target, num_drafts=2, tensor_parallel_size=2)
+    states, oracle = target_hidden_states(*goldens.load(directory), ()), ModuleOracle(spelling, directory)
+    engine = ByHand(drafter, target, state, states, 2)
+    engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=1)
+
+
+def test_a_module_with_states_is_refused():
+    target = goldens.load(goldens.FOLDER / "nemotron_h", load_format="dummy")[0]
+    module = dataclasses.replace(target.next_token, layers=target.layers[:1], layer="mtp.layers.{}")
+    target = dataclasses.replace(target, next_token=module, num_spare_layers=1)
+    with pytest.raises(ConfigError, match="NemotronHForCausalLM has layers for multi-token prediction with states by row"):
+        mtp.make(goldens.FOLDER / "nemotron_h", target, num_drafts=1)
 
 
 def test_a_target_without_the_layer_is_refused(tmp_path):
