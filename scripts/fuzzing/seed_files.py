@@ -62,6 +62,8 @@ SEEING: dict[str, Any] = {
 """Config values of Qwen models that see images."""
 
 OTHER: dict[str, dict[str, Any]] = {
+    "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 64},
+    "Gemma4ForConditionalGeneration": {"vocab_size_per_layer_input": 64},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": 32},
     "MiMoV2FlashForCausalLM": {"v_head_dim": 8},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "ME*-"},

