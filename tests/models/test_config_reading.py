@@ -16,7 +16,7 @@ from scripts.tiny_configs import VARIANTS, architecture
 
 def read(directory, config, raw):
     (directory / "config.json").write_text(json.dumps({**raw, "architectures": [architecture(config)]}))
-    return load_model_config(directory)
+    return load_model_config(directory, max_model_len=112)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
