@@ -47,7 +47,7 @@ def test_numbers_of_a_variant(tmp_path, name):
             assert layer.attention.num_kv_heads == (2 * kv_heads if is_doubled else kv_heads)
             assert layer.attention.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
         if kind is not None:
-            assert (layer.attention.window is not None) == (kind == "sliding_attention")
+            assert (layer.attention.window is not None) == (kind in ("sliding_attention", "indexed_attention"))
     mixtures = [layer.mlp for layer in found.layers if isinstance(layer.mlp, MoE)]
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
     has_experts = chosen and getattr(config, "num_local_experts", None) != 0
