@@ -98,7 +98,7 @@ class LatentProjection:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenScores:
-    """What scores of tokens are made of, normed and rotated: a query's score of a token is the sum over X heads of weight *
+    """Factors of the scores of tokens, normed and rotated: a query's score of a token is the sum over X heads of weight *
     relu(q . key)."""
 
     q_TXI: Array

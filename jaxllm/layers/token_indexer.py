@@ -45,7 +45,7 @@ class TokenIndexer(nnx.Module):
     def __call__(
         self, runs: Sequence[Array], query_latents: Sequence[Array], step: Step, angles: tuple[Array, Array]
     ) -> TokenScores:
-        """Of all tokens of the runs x [T, D], whose queries have these latents [T, Q]."""
+        """The factors of the scores of all tokens of the runs x [T, D], whose queries have these latents [T, Q]."""
         x_TD = joined(runs)
         keys = [self.key_norm(step.product(self.key, x, start)) for x, start in zip(runs, starts(runs), strict=True)]
         return TokenScores(

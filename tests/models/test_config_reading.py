@@ -16,7 +16,7 @@ from scripts.tiny_configs import VARIANTS, architecture
 
 def read(directory, config, raw):
     (directory / "config.json").write_text(json.dumps({**raw, "architectures": [architecture(config)]}))
-    return load_model_config(directory)
+    return load_model_config(directory, max_model_len=112)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -48,7 +48,7 @@ def test_numbers_of_a_variant(tmp_path, name):
             assert layer.attention.num_kv_heads == (2 * kv_heads if is_doubled else kv_heads)
             assert layer.attention.head_dim == (getattr(own, "head_dim", None) or config.hidden_size // heads)
         if kind is not None:
-            assert (layer.attention.window is not None) == (kind == "sliding_attention")
+            assert (layer.attention.window is not None) == (kind in ("sliding_attention", "indexed_attention"))
     mixtures = [layer.mlp for layer in found.layers if isinstance(layer.mlp, MoE)]
     names = ("num_experts_per_tok", "moe_k", "top_k_experts")
     chosen = next((count for each in names if (count := getattr(config, each, None))), None)
