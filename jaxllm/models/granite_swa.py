@@ -10,11 +10,18 @@ from jaxllm.model_parts import MLP, Attention, Layer, Routing
 from jaxllm.models import granite
 from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
+DEFAULTS = {"max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+"""Of dense models."""
 EXPERTS: dict[str, Any] = {"gate_up": ("experts.gate_up_proj",), "down": "experts.down_proj", "ending": ""}
 """Names of the tensors of all experts of a layer."""
 
 
 def read(c: ConfigReader) -> ModelConfig:
+    """Dense."""
+    return _read(c.with_defaults(**DEFAULTS))
+
+
+def _read(c: ConfigReader) -> ModelConfig:
     c = c.with_defaults(sliding_window=128)
     windowed, thetas = c.layer_kinds(WINDOWED, lambda layer: layer % 4 != 0), _thetas(c)
     config = granite.read(c)
@@ -30,7 +37,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def read_moe(c: ConfigReader) -> ModelConfig:
     """With experts."""
-    config = read(c)
+    config = _read(c)
     routing = Routing(
         c.integer("num_local_experts", 8), c.integer("num_experts_per_tok", 2), "softmax_of_chosen", router="router"
     )
