@@ -10,15 +10,15 @@ from jaxllm.model_parts import MLP, Attention, Layer, Routing
 from jaxllm.models import granite
 from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
+DEFAULTS = {"max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+"""Of dense models."""
 EXPERTS: dict[str, Any] = {"gate_up": ("experts.gate_up_proj",), "down": "experts.down_proj", "ending": ""}
 """Names of the tensors of all experts of a layer."""
 
 
-DENSE = {"max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-
-
 def read(c: ConfigReader) -> ModelConfig:
-    return _read(c.with_defaults(**DENSE))
+    """Dense."""
+    return _read(c.with_defaults(**DEFAULTS))
 
 
 def _read(c: ConfigReader) -> ModelConfig:
