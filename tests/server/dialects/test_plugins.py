@@ -39,6 +39,7 @@ BROKEN = {
     "no file": (None, "cannot be imported: FileNotFoundError"),
     "a plugin of vLLM": ("from vllm.tool_parsers import ToolParserManager", "No module named 'vllm'; plugins for vLLM do not run here"),
     "fails": ("1 / 0", "cannot be imported: ZeroDivisionError"),
+    "exits": ("import sys\nsys.exit(3)", "cannot be imported: SystemExit: 3"),
     "has nothing": ("TOOLS = {}", "has no TOOL_DIALECTS, a dict of names and ToolDialects"),
     "has a class": ("import server.dialects as d\nTOOL_DIALECTS = {'x': d.ToolDialect}", "has the entry 'x' of type type in TOOL_DIALECTS"),
     "none": ("import server.dialects as d\nTOOL_DIALECTS = {'none': d.ToolDialect()}", "must have a name, other than none"),
