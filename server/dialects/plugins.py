@@ -30,7 +30,7 @@ def _dialects_of(plugin: str | None, option: str, attribute: str, kind: type[T])
         return {}
     try:
         found = getattr(_module(plugin), attribute, None)
-    except Exception as error:  # whatever the operator's code raises
+    except (Exception, SystemExit) as error:  # whatever the operator's code raises
         told = f"{type(error).__name__}: {error}"
         hint = f"; plugins for vLLM do not run here: {_HELP}" if "vllm" in str(getattr(error, "name", "")) else ""
         raise ConfigError(f"{option} {plugin} cannot be imported: {told}{hint}") from error

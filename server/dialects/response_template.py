@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """What templates call the reasoning."""
 CALLS_FIELD = "tool_calls"
+_UNREADABLE = (ValueError, RecursionError)
+"""What reading a call raises: text that is no call, or one that is nested too deep."""
 
 
 class TemplateCalls(ToolDialect):
@@ -107,7 +109,7 @@ class _Response:
         before = copy.copy(self._parser)  # as an exception takes the events before it along
         try:
             events = self._parser.feed(text)
-        except ValueError:
+        except _UNREADABLE:
             if len(text) > 1:
                 self._parser = before
                 self.feed(text[: len(text) // 2])
@@ -123,7 +125,7 @@ class _Response:
         """End of the text."""
         try:
             _, events = self._parser.finalize()
-        except ValueError:  # cut off within a call
+        except _UNREADABLE:  # cut off within a call
             self._give_back()
             return
         for event in events:
@@ -179,12 +181,21 @@ def _call(value: Any) -> tuple[str, str, str | None]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except _UNREADABLE:
             raise Broken from None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise Broken
     id = value.get("id")
-    return name, to_json(arguments), id if isinstance(id, str) else None
+    return name, _arguments_json(arguments), id if isinstance(id, str) else None
+
+
+def _arguments_json(arguments: Mapping[str, Any]) -> str:
+    """Raises Broken for what JSON cannot express: Python reads NaN and numbers beyond a double, and writes what clients cannot read."""
+    try:
+        json.dumps(arguments, allow_nan=False)
+        return to_json(arguments)
+    except (*_UNREADABLE, TypeError):
+        raise Broken from None
 
 
 def _literals(given: str | Sequence[str] | None) -> Sequence[str]:

@@ -510,6 +510,12 @@ SAMPLES |= {
         JSON_TEMPLATE, f"A <call>x</call> {_CALL % ROME} b", Message("Ax b", calls=[ROME])
     ),
     "template, cut off in a call": template_sample(JSON_TEMPLATE, 'A <call>{"name": "g', Message('A{"name": "g')),
+    "template, no number": template_sample(
+        JSON_TEMPLATE, '<call>{"name": "run", "arguments": {"a": NaN}}</call>', Message('{"name": "run", "arguments": {"a": NaN}}')
+    ),
+    "template, a number beyond a double": template_sample(
+        JSON_TEMPLATE, '<call>{"name": "run", "arguments": {"a": 1e999}}</call>', Message('{"name": "run", "arguments": {"a": 1e999}}')
+    ),
     "template, without tools": template_sample(JSON_TEMPLATE, _CALL % ROME, Message(_CALL % ROME), tool=None),
     "template, without reasoning": template_sample(JSON_TEMPLATE, "<think>a</think>b", Message("<think>a</think>b"), reasoning=None),
     "template, special tokens": template_sample(

@@ -6,7 +6,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
-from server.dialects import StreamParser
+from server.dialects import StreamParser, by_name
 from server.dialects.plugins import reasoning_dialects_of, tool_dialects_of
 from server.options import ChatOptions
 from server.speech import Speech, check_names
@@ -39,6 +39,7 @@ BROKEN = {
     "no file": (None, "cannot be imported: FileNotFoundError"),
     "a plugin of vLLM": ("from vllm.tool_parsers import ToolParserManager", "No module named 'vllm'; plugins for vLLM do not run here"),
     "fails": ("1 / 0", "cannot be imported: ZeroDivisionError"),
+    "exits": ("import sys\nsys.exit(3)", "cannot be imported: SystemExit: 3"),
     "has nothing": ("TOOLS = {}", "has no TOOL_DIALECTS, a dict of names and ToolDialects"),
     "has a class": ("import server.dialects as d\nTOOL_DIALECTS = {'x': d.ToolDialect}", "has the entry 'x' of type type in TOOL_DIALECTS"),
     "none": ("import server.dialects as d\nTOOL_DIALECTS = {'none': d.ToolDialect()}", "must have a name, other than none"),
@@ -93,3 +94,10 @@ def test_a_response_template_that_is_asked_for_and_cannot_be_used_is_refused() -
         names({"fields": {"content": {}}}, reasoning_parser="hf", tool_call_parser="none")
     with pytest.raises(ConfigError, match="hf reads tool calls and reasoning together"):
         names(JSON_TEMPLATE, tool_call_parser="hermes", reasoning_parser="hf")
+
+
+def test_a_call_that_is_nested_too_deep_is_content() -> None:
+    body = '{"a":' * 3000
+    tool, reasoning = by_name("hf", "hf", (), JSON_TEMPLATE)
+    parser = StreamParser(tool, reasoning, tools=TOOLS)
+    assert sum_of([*parser.feed(f"<call>{body}</call>b"), *parser.finish()]) == Message(f"{body}b")
