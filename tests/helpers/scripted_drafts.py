@@ -69,6 +69,7 @@ class ScriptedSpeculation:
     """See `jaxllm.engine.features.Speculation`."""
 
     drafter: ScriptedDrafter
+    drafts_forced: bool = False
 
     @property
     def described(self) -> Mapping[str, Any]:
