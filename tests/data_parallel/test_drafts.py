@@ -29,7 +29,7 @@ RANKS = {"data_parallel_size": 2, "enable_expert_parallel": True}
 @pytest.fixture(autouse=True)
 def _drafts_in_all_steps(monkeypatch):
     """However long they take on this machine: a step with the most drafts is the only kind that is timed."""
-    monkeypatch.setattr(control._Times, "level_to_time", lambda self: None)
+    monkeypatch.setattr(control.StepTimes, "level_to_time", lambda self: None)
 
 
 @pytest.fixture(scope="module")

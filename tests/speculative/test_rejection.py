@@ -225,7 +225,7 @@ def test_an_engine_of_two_devices_accepts_what_a_model_drafts_for_itself(monkeyp
         "num_speculative_tokens": 2,
         "rejection_sample_method": "standard",
     }
-    monkeypatch.setattr(AdaptiveControl, "most", lambda control, num_running: control.num_drafts)  # whatever pays
+    monkeypatch.setattr(AdaptiveControl, "most", lambda control, num_running, running=(): control.num_drafts)  # whatever pays
     core = engines.make_core(TARGET.name, speculative_config=options, tensor_parallel_size=2)
     engines.reschedule(core, max_in_flight=1)
     results = goldens.golden(TARGET.name).results
