@@ -14,7 +14,12 @@ from pallas_kernels.row_copies import Rows
 
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernels use")
 ROOT = Path(str(pallas_kernels.__file__)).parent
-COPIES = {"copy_gmem_to_smem", "copy_smem_to_gmem", "emit_pipeline", "emit_pipeline_warp_specialized"}  # a prefetch writes nothing
+COPIES = {
+    "copy_gmem_to_smem",
+    "copy_smem_to_gmem",
+    "emit_pipeline",
+    "emit_pipeline_warp_specialized",
+}  # a prefetch writes nothing
 
 
 def copy_back(load: Rows, store: Rows, *, tiled: bool = True, interpret: bool = False):
