@@ -59,8 +59,6 @@ def test_numbers_of_a_variant(tmp_path, name):
 def longest(config):
     rope = getattr(config, "rope_parameters", None) or {}
     kind, most = rope.get("rope_type"), config.max_position_embeddings
-    if config.model_type in ("deepseek_v32", "glm_moe_dsa"):  # longer ones are asked for by max_model_len
-        return config.index_topk
     if kind == "yarn":
         return max(most, int(rope["original_max_position_embeddings"] * rope["factor"]))
     return int(most * rope["factor"]) if kind in ("linear", "dynamic") else most
