@@ -150,6 +150,14 @@ def candidates(
     found = attention_candidates(wanted, model, plan.block_size // num_parts, on_gpu=on_gpu, has_part=has_part)
     # On a GPU plain JAX may be the only choice for latents; the other ops have their kernels all the same.
     is_plain = all(names[0] in PLAIN for names in found.values()) and (wanted != "auto" or not on_gpu or bool(model.attentions))
+    if is_plain and wanted == "auto" and on_gpu:
+        widths = ", ".join(map(str, sorted({part.head_dim for part in model.attentions})))
+        logger.warning(
+            "no kernel for attention takes %s with heads of width %s in %s: plain JAX computes all operations, which is slower",
+            model.architecture,
+            widths,
+            model.dtype,
+        )
     if model.attentions:
         found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)
     if has_tiles:

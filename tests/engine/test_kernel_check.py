@@ -457,6 +457,16 @@ def test_every_kind_of_layer_is_checked(name):
     assert sorted(windows, key=str) == sorted({layer.attention.window for layer in prepared.model_config.layers}, key=str)
 
 
+def test_a_model_that_no_kernel_takes_on_a_gpu_is_told(caplog):
+    """The kernels for attention take 16 bits alone."""
+    directory = goldens.golden("llama_gqa").directory
+    prepared = Prepared.of(EngineConfig.from_options(model=str(directory), **engines.SMALL), directory, (), StartTimes())
+    for on_gpu in (False, True):
+        found = kernel_choice.candidates("auto", prepared.model_config, prepared.plan, prepared.mesh, on_gpu=on_gpu)
+        assert found["sampling"] == ("xla",)
+        assert ("with heads of width 8 in float32: plain JAX computes all operations" in caplog.text) == on_gpu
+
+
 def test_a_mixture_has_kernels_that_are_checked_in_its_shapes(tmp_path):
     directory = goldens.golden("qwen3_moe").directory
     config = EngineConfig.from_options(model=str(directory), **engines.SMALL)
