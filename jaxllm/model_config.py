@@ -66,6 +66,8 @@ class ModelConfig(ServedModel):
     """Modules of further layers in the checkpoint that are not used here: they predict tokens after the next one."""
     next_token: NextToken = field(default_factory=NextToken)
     """The first of these modules."""
+    chosen_max_position: int | None = None
+    """`max_position` with layers that choose the tokens they attend to, of a config for shorter sequences, of which they see all."""
     has_tiles: bool = False
     """Whether weights are in tiles where their formats have them so: `in_tiles`."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"

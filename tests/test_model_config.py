@@ -206,10 +206,14 @@ def test_tokens_are_chosen_only_where_sequences_are_longer_than_all_chosen(read,
     given = {"architectures": [architecture], "max_position_embeddings": 163840, "num_nextn_predict_layers": 1}
     for length in (None, 2048):
         config = read(given, max_model_len=length)
-        assert config.max_position == 2048 and {layer.attention.top_k for layer in config.layers} == {None}
+        assert (config.max_position, config.chosen_max_position) == (2048, 163840) and {
+            layer.attention.top_k for layer in config.layers
+        } == {None}
         assert "model.layers.4.self_attn.indexer." in config.names.ignored
     config = read(given, max_model_len=2049)
-    assert config.max_position == 163840 and {layer.attention.top_k for layer in config.layers} == {2048}
+    assert (config.max_position, config.chosen_max_position) == (163840, None) and {
+        layer.attention.top_k for layer in config.layers
+    } == {2048}
     assert not config.names.ignored
     is_glm = architecture == "GlmMoeDsaForCausalLM"
     index = config.layers[0].attention.index

@@ -388,6 +388,12 @@ def resolve_sizes(
     )
     if model_config.pooling.prompt_names:
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
+    if model_config.chosen_max_position is not None and config.model.max_model_len in (None, AUTO_MODEL_LEN):
+        logger.warning(
+            "requests may have up to %d tokens, all of which layers attend to; --max-model-len, up to %d, makes them choose tokens of "
+            "longer ones, in programs that have not run on GPUs",
+            *(model_config.max_position, model_config.chosen_max_position),
+        )
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
     if model_config.encoder is not None:
         encoders.check_options(config, model_config)

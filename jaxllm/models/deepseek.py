@@ -91,7 +91,10 @@ def read_v32(c: ConfigReader) -> ModelConfig:
     config, top_k = read_v3(c), c.integer("index_topk")
     if c.max_model_len is None or c.max_model_len <= top_k:
         every = range(config.num_layers + config.num_spare_layers)
-        return replace(_without_indexers(config, every), max_position=min(top_k, config.max_position))
+        longest = config.max_position if config.max_position > top_k else None
+        return replace(
+            _without_indexers(config, every), max_position=min(top_k, config.max_position), chosen_max_position=longest
+        )
     have_index = _layers_with_index(c)
     with_index, without = _index(c), [layer for layer, has_index in enumerate(have_index) if not has_index]
     layers = []

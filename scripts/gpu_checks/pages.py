@@ -79,5 +79,5 @@ def render_page(device_kind: str, record: Mapping[str, Any]) -> str:
 
 def _status(found: str | None, now: str) -> str:
     if found is None:
-        return "unverified: not all of its cases passed"
+        return "unverified: no run in which all of its cases passed"
     return "verified" if found == now else "unverified since its source changed"

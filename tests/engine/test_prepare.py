@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -223,3 +224,12 @@ def test_a_plan_for_gpus_elsewhere_has_fp8_blocks_as_kernels_take_them(caplog):
         wide = {planned(**each) for each in ({"dequantize": True}, {"dtype": "float16"}, {"attention_implementation": "xla"})}
     assert wide == {2 * in_layers + others}
     assert sum("for others add --dequantize" in text for text in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("length", "is_told"), [(None, True), (8, False), (100, False)])
+def test_a_model_that_would_choose_tokens_of_longer_sequences_says_how_to_get_these(length, is_told, caplog):
+    model = str(goldens.golden("glm_moe_dsa").directory)
+    with caplog.at_level(logging.WARNING, "jaxllm"):
+        resolve_sizes(EngineConfig.from_options(model=model, max_model_len=length), Path(model))
+    told = "requests may have up to 8 tokens, all of which layers attend to; --max-model-len, up to 256, makes them choose"
+    assert (told in caplog.text) is is_told

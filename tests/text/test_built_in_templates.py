@@ -87,6 +87,8 @@ def test_tools_of_deepseek_v32_stand_behind_the_first_system_message():
 def test_what_deepseek_v32_cannot_say_is_refused():
     with pytest.raises(ChatTemplateError, match="a tool message follows without a tool call for it"):
         prompt(*CONVERSATION, {"role": "tool", "content": "more"})
+    with pytest.raises(ChatTemplateError, match="a tool message follows without a tool call for it"):
+        prompt(*CONVERSATION[:-1], {"role": "user", "content": "So?"}, CONVERSATION[-1])
     with pytest.raises(ChatTemplateError, match="the role critic is unknown"):
         prompt({"role": "critic", "content": "Hm"})
 
