@@ -11,7 +11,8 @@ or values of whichever group the block belongs to. All groups take their blocks 
 policy has one group, and arrays for each layer.
 
 Where the heads of one policy are wider than those of another, a block of an array holds several layers of the smaller keys, one
-behind the other: seen as an array of so many times the blocks, it has block b of the i-th of n layers in place n b + i.
+behind the other: seen as an array of so many times the blocks, it has block b of the i-th of n layers in place n b + i. With n = 1
+the array is seen with other heads alone.
 
 A layer that reads the keys and values of an earlier one is in no group, and has the place of that layer. Layers that keep a state by
 row are in no group either; their arrays come behind those of blocks.
@@ -239,7 +240,7 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class CacheView:
-    """One of several layers in each block of an array."""
+    """One of the layers in each block of an array with other heads than theirs."""
 
     num_layers: int
     index: int
@@ -290,6 +291,11 @@ class CacheLayout:
         return max((place.view.num_layers for place in self.places if place.view is not None), default=1)
 
     @property
+    def has_views(self) -> bool:
+        """Whether arrays hold keys of layers with other heads than theirs."""
+        return any(place.view is not None for place in self.places)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block in all arrays, over all devices."""
         return self.block_size * sum(array.bytes_per_token for array in self.arrays)
@@ -334,7 +340,7 @@ class CacheLayout:
     def of_layers(self, layers: range) -> "CacheLayout":
         """The cache of one stage of a pipeline. All stages have the groups and block tables of the whole model, and arrays for their own
         layers: these are distributed evenly to the groups of their policy, whatever groups they are in here."""
-        assert self.layers_per_block == 1, "models with such caches are not divided into stages"
+        assert not self.has_views, "models with such caches are not divided into stages"
         indices: dict[int, tuple[int, int]] = {}  # layer -> its group, and its place in that
         for policy in dict.fromkeys(self.policies):
             numbers = [number for number, group in enumerate(self.groups) if group.policy == policy]
@@ -388,8 +394,9 @@ def cache_layout(specs: Sequence[CacheSpec | RowState | SharedCache], *, block_s
             num_layers = per_block[group.policy]
             for i, layer in enumerate(group.layers[index * num_layers : (index + 1) * num_layers]):
                 own = in_blocks[layer].arrays
-                keys = [(index, part, array) for part, array in enumerate(own if num_layers == 1 else widest)]
-                view = None if num_layers == 1 else CacheView(num_layers, i, own[0].num_heads, own[0].width)
+                kept_in = own if widest is None else widest
+                keys = [(index, part, array) for part, array in enumerate(kept_in)]
+                view = None if kept_in == own else CacheView(num_layers, i, own[0].num_heads, own[0].width)
                 places[layer] = LayerPlace(number, tuple(arrays.setdefault(key, len(arrays)) for key in keys), view)
     states: list[StateArray] = []
     for layer, kept in enumerate(specs):
@@ -411,9 +418,9 @@ def cache_layout(specs: Sequence[CacheSpec | RowState | SharedCache], *, block_s
 
 def _in_one_block(
     layers_of: Mapping[CachePolicy, Sequence[int]], specs: Mapping[int, CacheSpec]
-) -> tuple[tuple[CacheArray, ...], dict[CachePolicy, int]]:
-    """The largest arrays of a policy's layers, and how many layers of each policy a block of them holds: one of each unless all layers
-    of a policy are alike, heads differ in width, and the smaller divide the largest."""
+) -> tuple[tuple[CacheArray, ...] | None, dict[CachePolicy, int]]:
+    """The largest arrays of a policy's layers, and how many layers of each policy a block of them holds. None, and one of each, unless
+    all layers of a policy are alike, heads differ in width, and the smaller divide the largest."""
     alike = {policy: {specs[layer].arrays for layer in layers} for policy, layers in layers_of.items()}
     kinds = {policy: next(iter(found)) for policy, found in alike.items()}
     widest = max(kinds.values(), key=lambda arrays: sum(array.bytes_per_token for array in arrays))
@@ -422,9 +429,9 @@ def _in_one_block(
         any(len(found) > 1 for found in alike.values())
         or len({array.width for arrays in kinds.values() for array in arrays}) <= 1
     ):
-        return widest, plain
-    counts = {policy: _times(widest, arrays) for policy, arrays in kinds.items()}
-    return widest, {policy: count for policy, count in counts.items() if count is not None} if all(counts.values()) else plain
+        return None, plain
+    counts = {policy: count for policy, arrays in kinds.items() if (count := _times(widest, arrays))}
+    return (widest, counts) if len(counts) == len(kinds) else (None, plain)
 
 
 def _times(whole: Sequence[CacheArray], parts: Sequence[CacheArray]) -> int | None:

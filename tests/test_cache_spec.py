@@ -75,13 +75,16 @@ def test_a_block_of_wide_heads_holds_several_layers_of_narrow_ones():
         ({WindowCache(8, 256, "bfloat16", 1024): 25}, {FullCache(2, 512, "bfloat16"): 5}, [5] + [3] * 8 + [1], 3),  # 26B-A4B
         ({WindowCache(1, 256, "bfloat16", 512): 12}, {FullCache(1, 512, "bfloat16"): 3}, [3, 6, 6], 3),  # E2B
         ({WindowCache(2, 256, "bfloat16", 512): 20}, {FullCache(2, 512, "bfloat16"): 4}, [2, 2] + [4] * 5, 2),  # E4B
+        # 31B on eight devices and 26B-A4B on four, which copy heads of full layers: a layer of either kind fills an array.
+        ({WindowCache(16, 256, "bfloat16", 1024): 50}, {FullCache(8, 512, "bfloat16"): 10}, [10] * 6, 10),
+        ({WindowCache(8, 256, "bfloat16", 1024): 25}, {FullCache(4, 512, "bfloat16"): 5}, [5] * 6, 5),
     ],
 )
 def test_groups_of_two_widths_fill_their_blocks(narrow, wide, sizes, num_arrays):
     """Gemma 4. Of 31B and 26B-A4B two full layers fit into the array of one with a window, of the others the reverse."""
     layout = layout_of(*(spec for specs in (narrow, wide) for spec, count in specs.items() for _ in range(count)))
     assert [len(group.layers) for group in layout.groups] == sizes
-    assert len(layout.arrays) == 2 * num_arrays and len(set(layout.arrays)) == 1
+    assert len(layout.arrays) == 2 * num_arrays and len(set(layout.arrays)) == 1 and layout.has_views
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class BlockFormat:
             Run(tuple(arrays), num_heads // num_devices, tuple(map(head_words, arrays)))
             for num_heads, arrays in of_heads.items()
         )
-        return cls(tuple(runs), num_devices, num_copies, layout.layers_per_block > 1)
+        return cls(tuple(runs), num_devices, num_copies, layout.has_views)
 
     @property
     def part_words(self) -> int:
