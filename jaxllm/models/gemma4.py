@@ -117,7 +117,9 @@ def _of_layer(c: ConfigReader, layer: int, has_window: bool, values_are_keys: bo
     if c.raw.get("per_layer_config"):
         own = c.within("per_layer_config").within(str(layer)).raw
         if others := [name for name, value in own.items() if name not in OF_HEADS and value != c.raw.get(name)]:
-            c.faults.append(f"per_layer_config gives layer {layer} its own {', '.join(others)}, supported: {' and '.join(OF_HEADS)}")
+            c.faults.append(
+                f"per_layer_config gives layer {layer} its own {', '.join(others)}, supported: {' and '.join(OF_HEADS)}"
+            )
         return c.with_values(**{name: own[name] for name in OF_HEADS if name in own})
     if has_window:
         return c
