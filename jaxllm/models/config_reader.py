@@ -374,6 +374,8 @@ class ConfigReader:
         rope, max_position = self._scaled_rope(given, max_position)
         partial = self._reader(given).number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
         if rope.kind == "proportional":
+            if partial > 1:
+                self.faults.append(f"partial_rotary_factor is {partial}, must be at most 1")
             rope = dataclasses.replace(rope, num_turning=int(partial * self.head_dim // 2))
         elif partial != 1.0:
             head_dim = self.head_dim

@@ -30,6 +30,8 @@ ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+OF_HEADS = ("head_dim", "num_key_value_heads")
+"""What per_layer_config may say of a layer."""
 UNIFIED = {"max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 """Other defaults of the models without encoders."""
 
@@ -114,7 +116,11 @@ def _of_layer(c: ConfigReader, layer: int, has_window: bool, values_are_keys: bo
     """The reader with a layer's heads: of per_layer_config, as transformers saves them, or of the keys of published checkpoints."""
     if c.raw.get("per_layer_config"):
         own = c.within("per_layer_config").within(str(layer)).raw
-        return c.with_values(**{name: own[name] for name in ("head_dim", "num_key_value_heads") if name in own})
+        if others := [name for name, value in own.items() if name not in OF_HEADS and value != c.raw.get(name)]:
+            c.faults.append(
+                f"per_layer_config gives layer {layer} its own {', '.join(others)}, supported: {' and '.join(OF_HEADS)}"
+            )
+        return c.with_values(**{name: own[name] for name in OF_HEADS if name in own})
     if has_window:
         return c
     num_heads = c.integer_or_none("num_global_key_value_heads") if values_are_keys else None

@@ -2,6 +2,7 @@
 experts and perhaps an MLP beside them. Source: IBM's Granite releases, 2026.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,8 @@ def _thetas(c: ConfigReader) -> list[float | None]:
     given = c.raw.get("layer_rope_theta")
     if given is None:
         return [None] * c.num_layers
-    if not isinstance(given, list) or len(given) != c.num_layers or not all(type(x) in (int, float) and x >= 0 for x in given):
-        c.faults.append(f"layer_rope_theta is {given!r}, must be a list of {c.num_layers} numbers, none negative")
+    is_right = isinstance(given, list) and len(given) == c.num_layers
+    if not is_right or not all(type(x) in (int, float) and 0 <= x < math.inf for x in given):
+        c.faults.append(f"layer_rope_theta is {given!r}, must be a list of {c.num_layers} finite numbers, none negative")
         return [None] * c.num_layers
     return [float(theta) for theta in given]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -42,6 +42,16 @@ from pallas_kernels.cache_write.bits import bits_type
 
 _CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 """XLA's for a CPU whose products widen weights in registers: with AVX-512, its default of 256 bits takes a fifth longer for them."""
+
+
+@cache
+def _is_known(option: str, value: str | bool) -> bool:
+    """Whether this XLA has a compiler option; it refuses programs with others."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={option: value})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -216,7 +226,8 @@ class StepPrograms:
         that are multiplied while others are added up (`Shards.num_runs`).
         """
         if self.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
-            return _CPU_OPTIONS if self.model.widens_in_products else {}
+            wanted = _CPU_OPTIONS if self.model.widens_in_products else {}
+            return {option: value for option, value in wanted.items() if _is_known(option, value)}
         options = {"xla_gpu_dot_merger_threshold_mb": "0", **self.buckets.policy.compiler_options(key.size)}
         if self.mesh.size > 1 and jax.__version_info__ >= (0, 11):
             options["xla_gpu_experimental_use_collective_kernels"] = ""

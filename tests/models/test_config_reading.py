@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
+from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.model_parts import Mamba2, MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.models.registry import FAMILIES
@@ -87,3 +89,13 @@ def test_every_family_has_a_variant():
     tested |= {config.model_type for config, _ in ENCODERS.values()}
     tested.add("bailing_moe")  # Sarvam's mixture has the same parts and names; transformers has no other
     assert {model_type.removesuffix("_text") for model_type, _ in FAMILIES.values()} == tested
+
+
+@pytest.mark.parametrize("base", [-1.0, math.nan, math.inf, True])
+def test_ropes_of_layers_have_finite_bases(tmp_path, base):
+    config = VARIANTS["granite_swa"]
+    raw = {**config.to_dict(), "layer_rope_theta": [10000.0, base, 1000.0, 10000.0]}
+    with pytest.raises(
+        (ConfigError, ModelLoadError), match="layer_rope_theta is .* must be a list of 4 finite numbers, none negative"
+    ):
+        read(tmp_path, config, raw)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, ModelLoadError
+from jaxllm.models.gemma4 import ROPE
 from jaxllm.models.load_config import load_model_config
 from scripts import tiny_configs
 from tests.helpers import goldens
@@ -13,6 +14,14 @@ WRONG = [
     ({"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6, but none of the layers before these 6 is of full_attention"),
     ({"vocab_size_per_layer_input": 64}, "vocab_size_per_layer_input is 64, supported: 128"),
     ({"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 8}, "more than the 2 experts"),
+    (
+        {"per_layer_config": {"2": {"head_dim": 16, "sliding_window": 4}}},
+        "gives layer 2 its own sliding_window, supported: head_dim",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {**ROPE["full_attention"], "partial_rotary_factor": 1.5}}},
+        "partial_rotary_factor is 1.5, must be at most 1",
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import TENSOR
 from jaxllm.parallel.shards import ONE_DEVICE
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.runner import step_programs
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.features.adapters import Adapters
 from jaxllm.runner.features.drafts.step import Drafts
@@ -65,13 +66,15 @@ def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_programs_that_widen_weights_on_a_cpu_use_its_widest_vectors(quantization) -> None:
+def test_programs_that_widen_weights_on_a_cpu_use_its_widest_vectors(quantization, monkeypatch) -> None:
     programs = SimpleNamespace(
         mesh=SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")])),
         model=load_model_config(goldens.FOLDER / "llama_gqa", quantization=quantization),
     )
     wanted = {} if quantization is None else {"xla_cpu_prefer_vector_width": "512"}
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", 8)) == wanted
+    monkeypatch.setattr(step_programs, "_CPU_OPTIONS", {"xla_cpu_unknown": "512"})
+    assert StepPrograms.compiler_options(programs, ProgramKey("decode", 8)) == {}, "XLA would refuse the program"
 
 
 def engine_programs(
