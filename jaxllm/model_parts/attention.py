@@ -135,7 +135,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What chooses the tokens that a query sees: those with the highest scores, sums over small heads of weight * relu(q . key).
+    """Chooses the tokens that a query sees: those with the highest scores, sums over small heads of weight * relu(q . key).
     Source: arXiv:2512.02556, section 2.1.
 
     Its queries are products of the latents of queries, its keys and the weights of its heads of what attention takes. Of queries and
@@ -179,7 +179,7 @@ class LatentAttention:
     top_k: int | None = None
     """Most tokens that a query sees, which are chosen; None: it sees all before it."""
     index: TokenIndex | None = None
-    """What chooses them; None: they are those of the latest layer that has one."""
+    """The index that chooses them; None: they are those of the latest layer that has one."""
     name: str = "self_attn"
     copies: int = 1
     """Devices that hold the latents of all tokens: each needs them whole for its heads."""

@@ -31,7 +31,7 @@ ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 OF_HEADS = ("head_dim", "num_key_value_heads")
-"""What per_layer_config may say of a layer."""
+"""Values that per_layer_config may give a layer."""
 UNIFIED = {"max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 """Other defaults of the models without encoders."""
 

@@ -1,5 +1,5 @@
-"""Granite with windows: most layers see a window, each head has an attention sink, each layer a rope of its own or none; dense, or with
-experts and perhaps an MLP beside them. Source: IBM's Granite releases, 2026.
+"""Granite with windows: most layers see a window, each head has an attention sink, each layer a separate rope or none; dense, or with
+experts and perhaps an MLP in addition to them. Source: IBM's Granite releases, 2026.
 """
 
 import math
@@ -12,7 +12,7 @@ from jaxllm.models import granite
 from jaxllm.models.config_reader import WINDOWED, ConfigReader
 
 DEFAULTS = {"max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-"""Of dense models."""
+"""Values of keys that a dense model's config lacks."""
 EXPERTS: dict[str, Any] = {"gate_up": ("experts.gate_up_proj",), "down": "experts.down_proj", "ending": ""}
 """Names of the tensors of all experts of a layer."""
 

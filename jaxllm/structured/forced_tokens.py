@@ -81,7 +81,7 @@ class ForcedTokens:
         return cls(vocabulary.table, None)
 
     def copy(self) -> "ForcedTokens":
-        """The same for another output, at its beginning."""
+        """Copy it for another output, at whose beginning it stands."""
         return ForcedTokens(self._table, None if self._likely is None else self._likely.deep_copy())
 
     def advance(self, token_id: int) -> None:

@@ -3,7 +3,7 @@
 from importlib import resources
 
 OF_ARCHITECTURES = {"DeepseekV32ForCausalLM": "deepseek_v32"}
-"""Names of templates, which --chat-template takes in place of a file."""
+"""Names of templates by architecture. --chat-template accepts them in place of a file."""
 
 
 def built_in_template(name: str) -> str:

@@ -16,12 +16,12 @@ _HELP = "docs/HOW_TO_ADD.md has an example"
 
 
 def tool_dialects_of(plugin: str | None) -> Mapping[str, ToolDialect]:
-    """What a plugin has as TOOL_DIALECTS; nothing without a plugin. Raises ConfigError that names the option and the plugin."""
+    """The dialects in a plugin's TOOL_DIALECTS; none without a plugin. Raises ConfigError that names the option and the plugin."""
     return _dialects_of(plugin, "--tool-parser-plugin", "TOOL_DIALECTS", ToolDialect)
 
 
 def reasoning_dialects_of(plugin: str | None) -> Mapping[str, ReasoningDialect]:
-    """What a plugin has as REASONING_DIALECTS; nothing without a plugin. Raises ConfigError that names the option and the plugin."""
+    """The dialects in a plugin's REASONING_DIALECTS; none without a plugin. Raises ConfigError that names the option and the plugin."""
     return _dialects_of(plugin, "--reasoning-parser-plugin", "REASONING_DIALECTS", ReasoningDialect)
 
 

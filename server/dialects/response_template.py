@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from server.dialects.stream_parser import StreamParser
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""What templates call the reasoning."""
+"""Names of the field of the reasoning in templates."""
 CALLS_FIELD = "tool_calls"
 _UNREADABLE = (ValueError, RecursionError)
-"""What reading a call raises: text that is no call, or one that is nested too deep."""
+"""Errors of reading a call: its text is no call, or is nested too deep."""
 
 
 class TemplateCalls(ToolDialect):
