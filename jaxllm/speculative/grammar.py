@@ -1,17 +1,12 @@
 """Drafts that grammars have: the host finds the tokens that they force (`jaxllm.structured.forced_tokens`), no model proposes any."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
-from jax.sharding import Mesh
 
-from jaxllm.cache_spec import CacheSpec
-from jaxllm.model_parts import Layer
-from jaxllm.progress import Progress
 from jaxllm.request import Request
 from jaxllm.runner.drafter import Drafting
 from jaxllm.scheduler.draft_control import levels
@@ -19,32 +14,18 @@ from jaxllm.scheduler.draft_counts import DraftCounts
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput
 from jaxllm.speculative.control import StepTimes
+from jaxllm.speculative.weightless import WeightlessDrafter
 
 
 @dataclass(frozen=True)
-class GrammarDrafter:
+class GrammarDrafter(WeightlessDrafter):
     """Proposes nothing itself: see `Drafter.proposes`."""
 
     num_drafts: int
-    num_lookahead: int = 0
-    feature_layers: tuple[int, ...] = ()
-    cache_specs: tuple[CacheSpec, ...] = ()
-    model: nnx.Module | None = None
-    layers: tuple[Layer, ...] = ()
     proposes: bool = False
     needs_history: bool = False
-    is_drawn: bool = False
     accepts_by_ratio: bool = False
     synthetic_rates: tuple[float, ...] = ()
-
-    @property
-    def described(self) -> Mapping[str, Any]:
-        """Nothing but the options."""
-        return {}
-
-    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
-        """There are no weights."""
-        raise AssertionError("grammars have no weights")
 
     def new_state(self, num_rows: int, max_model_len: int) -> None:
         """Nothing is kept."""

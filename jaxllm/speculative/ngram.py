@@ -1,22 +1,17 @@
 """Proposes what followed the latest tokens when they occurred before: prompt lookup, without a model."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
 
-from jaxllm.cache_spec import CacheSpec
-from jaxllm.model_parts import Layer
-from jaxllm.progress import Progress
 from jaxllm.runner.drafter import NO_DRAFT, Drafting
+from jaxllm.speculative.weightless import WeightlessDrafter
 
 
 @dataclass(frozen=True)
-class NGramDrafter:
+class NGramDrafter(WeightlessDrafter):
     """Finds the longest run of `shortest` to `longest` latest tokens that occurs earlier in the request, of several the last one.
 
     As vLLM's search on GPUs; its search on the host takes the first of several. Where the drafts reach the end of the request, it
@@ -26,25 +21,10 @@ class NGramDrafter:
     num_drafts: int
     shortest: int
     longest: int
-    num_lookahead: int = 0
-    feature_layers: tuple[int, ...] = ()
-    cache_specs: tuple[CacheSpec, ...] = ()
-    model: nnx.Module | None = None
-    layers: tuple[Layer, ...] = ()
     proposes: bool = True
     needs_history: bool = True
-    is_drawn: bool = False
     accepts_by_ratio: bool = False
     synthetic_rates: tuple[float, ...] = ()
-
-    @property
-    def described(self) -> Mapping[str, Any]:
-        """Nothing but the options."""
-        return {}
-
-    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
-        """There are no weights."""
-        raise AssertionError("n-grams have no weights")
 
     def new_state(self, num_rows: int, max_model_len: int) -> jax.Array:
         """int32[rows, positions]: the tokens of each request."""
