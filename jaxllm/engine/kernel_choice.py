@@ -151,11 +151,11 @@ def candidates(
     # On a GPU plain JAX may be the only choice for latents; the other ops have their kernels all the same.
     is_plain = all(names[0] in PLAIN for names in found.values()) and (wanted != "auto" or not on_gpu or bool(model.attentions))
     if is_plain and wanted == "auto" and on_gpu:
-        widths = ", ".join(map(str, sorted({part.head_dim for part in model.attentions})))
+        head_dims = ", ".join(map(str, sorted({part.head_dim for part in model.attentions})))
         logger.warning(
             "no kernel for attention takes %s with heads of width %s in %s: plain JAX computes all operations, which is slower",
             model.architecture,
-            widths,
+            head_dims,
             model.dtype,
         )
     if model.attentions:
