@@ -191,4 +191,4 @@ def _clear(words: np.ndarray, token_ids: Sequence[int]) -> None:
 
 @cache
 def _executor() -> LLExecutor:
-    return LLExecutor(num_threads=max(1, min((os.cpu_count() or 1) // 2, 8)))
+    return LLExecutor(num_threads=max(1, min((os.cpu_count() or 1) // 2, 32)))

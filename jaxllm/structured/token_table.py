@@ -11,6 +11,12 @@ from jaxllm.structured.structural_tag import Part
 from jaxllm.structured_outputs import PARAM
 from jaxllm.text.tokenizer import Tokenizer
 
+_PLAIN = r'[^"\\\x00-\x1F\x7F]'
+"""A character of a JSON string that is written as it is."""
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 15, 20, 30)), f"{_PLAIN}+"]
+"""Sets of tokens that a mask takes over whole where the grammar allows all of a set. With more lengths than llguidance's own 10 and 30,
+a mask inside a string with a `maxLength` takes two thirds of the CPU time, and reading a vocabulary of 128 000 tokens 0.14 s more."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -42,7 +48,8 @@ class Vocabulary:
     def table(self) -> LLTokenizer:
         """llguidance's representation. Takes about a second for 128 000 tokens."""
         ends = [token for token in self.eos_token_ids if token < self.num_tokens]
-        return LLTokenizer(self.tokenizer_json, n_vocab=max(self.num_columns, self.num_tokens), eos_token=ends or None)
+        num_columns = max(self.num_columns, self.num_tokens)
+        return LLTokenizer(self.tokenizer_json, n_vocab=num_columns, eos_token=ends or None, slices=_SLICES)
 
     @cached_property
     def _special_tokens(self) -> list[tuple[str, int]]:

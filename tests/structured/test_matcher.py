@@ -1,18 +1,23 @@
 """Masks of single outputs, by a matcher over a small vocabulary, against the texts that their grammars describe."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
+import jaxllm
 from jaxllm.errors import GrammarError
 from jaxllm.request import Grammar
 from jaxllm.structured.grammar_text import grammar_text
 from jaxllm.structured.matcher import Matcher, Template, fill_masks
-from jaxllm.structured.token_table import Vocabulary
+from jaxllm.structured.token_table import Vocabulary, parser_limits
 from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.text.tokenizer import load_tokenizer
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 EOS = 1
+DEMO = Path(jaxllm.__file__).parent / "data" / "demo"
 NUM_COLUMNS = 160
 """More than there are tokens."""
 
@@ -54,6 +59,23 @@ def test_exactly_the_tokens_that_begin_a_text_are_allowed(vocabulary, tokenizer)
     texts = ("abc", "ac", "x")
     expected = {token for text, token in tokens.items() if text and any(whole.startswith(text) for whole in texts)}
     assert allowed(matcher(vocabulary, choice=texts)) == expected == {tokens["a"], tokens["ab"], tokens["x"]}
+
+
+def test_sets_of_tokens_that_masks_take_over_whole_change_no_mask():
+    tokenizer = load_tokenizer(DEMO)
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, (tokenizer.eos_token_id,))
+    without = LLTokenizer(
+        vocabulary.tokenizer_json, n_vocab=tokenizer.vocab_size, eos_token=[tokenizer.eos_token_id], slices=[]
+    )
+    text = grammar_text(StructuredOutputsParams(json={"type": "string", "maxLength": 33}), vocabulary.split)
+    outputs = [LLMatcher(table, text, log_level=0, limits=parser_limits()) for table in (vocabulary.table, without)]
+    masks = []
+    for token in without.tokenize_str('"' + "é\\n" + "x" * 31 + '"'):
+        found, expected = (output.compute_bitmask() for output in outputs)
+        assert found == expected
+        masks.append(found)
+        assert all(output.consume_token(token) for output in outputs)
+    assert len(set(masks)) > 20  # of many lengths that are left
 
 
 def test_of_what_is_certain_to_come_the_usual_tokens_are_allowed(vocabulary, tokenizer):
