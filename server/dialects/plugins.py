@@ -11,7 +11,7 @@ from typing import TypeVar
 from jaxllm.errors import ConfigError
 from server.dialects.dialect import Frame, ReasoningDialect, ToolDialect
 
-T = TypeVar("T")
+T = TypeVar("T", bound=ToolDialect | ReasoningDialect)
 _HELP = "docs/HOW_TO_ADD.md has an example"
 
 
