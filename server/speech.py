@@ -50,11 +50,18 @@ class Speech:
             found_tool = found_reasoning = HF
         self.tool_name = _named(options.tool_call_parser, found_tool)
         self.reasoning_name = _named(options.reasoning_parser, found_reasoning)
-        self._tool, self._reasoning = _dialects(options, self.tool_name, self.reasoning_name, tokenizer)
         self._special_tokens = special_tokens_of(tokenizer)
-        self._keeps_special = any(
-            dialect is not None and dialect.needs_special_tokens(tokenizer) for dialect in (self._tool, self._reasoning)
-        )
+        try:
+            self._tool, self._reasoning = _dialects(options, self.tool_name, self.reasoning_name, tokenizer)
+            both = self._tool, self._reasoning
+            self._keeps_special = any(dialect is not None and dialect.needs_special_tokens(tokenizer) for dialect in both)
+        except ConfigError:
+            raise
+        except Exception as error:
+            plugins = " and ".join(filter(None, (options.tool_parser_plugin, options.reasoning_parser_plugin)))
+            if not plugins:
+                raise
+            raise ConfigError(f"a dialect of the plugins ({plugins}) failed: {type(error).__name__}: {error}") from error
         self.note_tool_parser: Callable[[RequestType, bool, bool], None] = lambda request_type, streams, found_calls: None
         """Called for each answer that was searched for tool calls, when it ends."""
 

@@ -25,6 +25,7 @@ from jaxllm.engine.op_queue import OpQueue
 from jaxllm.engine.parallel_backends import make_scheduler
 from jaxllm.engine.pause import Pause
 from jaxllm.engine.preparations import Preparation
+from jaxllm.engine.prepare import Prepared
 from jaxllm.engine.profiler import Profiler
 from jaxllm.engine.sleep import Sleep, check_level
 from jaxllm.engine.start import Started
@@ -47,6 +48,7 @@ from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, 
 from jaxllm.sampling.processors import Processor, check_processors, load_processors, read_arguments
 from jaxllm.scheduler.admission import AdmissionRoom
 from jaxllm.scheduler.cache_observer import CacheObserver
+from jaxllm.scheduler.interface import AnyScheduler
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.start_times import StartTimes
@@ -109,15 +111,7 @@ class EngineCore:
         self.max_model_len = plan.max_model_len
         self.memory_plan = plan
         logger.debug("options: %s", ", ".join(f"{name}={value}" for name, value in self.config.flat().items()))
-        num_following = self.executor.programs.num_queued
-        logger.info(
-            "engine ready in %.1f s, %d programs compiled and %d loaded%s (%s; some at the same time)",
-            time.perf_counter() - began,
-            self.executor.programs.num_compiled,
-            self.executor.programs.num_loaded,
-            f", {num_following} follow in the background" if num_following else "",
-            self.start_times.describe(),
-        )
+        self._tell_of_start(time.perf_counter() - began)
         features = prepared.features
         self.ops = OpQueue(self.executor)
         self.adapters = None if features.adapters is None else features.adapters.new_manager(self.executor, self.ops)
@@ -133,6 +127,36 @@ class EngineCore:
             self.executor.close()
             raise
         self._of_tiers: tuple[Preparation, ...] = () if kv_tiers is None else tuple(kv_tiers.preparations)
+        self.scheduler = self._new_scheduler(prepared)
+        max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
+        self.loop = StepLoop(
+            self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops, wait=self.wait_for_preparations
+        )
+        self._failures = FailurePolicy()
+        self._sleep = Sleep(self.executor)
+        self._pause = Pause(self.config.scheduler)
+        self._profiler = Profiler(self.config.observe.profiler_dir)
+        self._background = BackgroundPrograms(self.executor.programs, self._run_new_program, began=began)
+        self._background.watch()
+        self._publish_kv_events()
+        self._outputs: list[EngineCoreOutput] = []
+        """Outputs of requests that ended between two steps."""
+        self._dead: BaseException | None = None
+
+    def _tell_of_start(self, seconds: float) -> None:
+        num_following = self.executor.programs.num_queued
+        logger.info(
+            "engine ready in %.1f s, %d programs compiled and %d loaded%s (%s; some at the same time)",
+            seconds,
+            self.executor.programs.num_compiled,
+            self.executor.programs.num_loaded,
+            f", {num_following} follow in the background" if num_following else "",
+            self.start_times.describe(),
+        )
+
+    def _new_scheduler(self, prepared: Prepared) -> AnyScheduler:
+        """The scheduler of all ranks, when tiers and preparations are there."""
+        plan, features = prepared.plan, prepared.features
         new_scheduler = partial(
             Scheduler,
             self.config.scheduler,
@@ -151,23 +175,7 @@ class EngineCore:
             made = self._kv_events
             return None if made is None else made.new_observer(self.config, self.model_config, plan.cache, self._tiers)
 
-        self.scheduler = make_scheduler(
-            self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms(), observer=new_observer())
-        )
-        max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
-        self.loop = StepLoop(
-            self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops, wait=self.wait_for_preparations
-        )
-        self._failures = FailurePolicy()
-        self._sleep = Sleep(self.executor)
-        self._pause = Pause(self.config.scheduler)
-        self._profiler = Profiler(self.config.observe.profiler_dir)
-        self._background = BackgroundPrograms(self.executor.programs, self._run_new_program, began=began)
-        self._background.watch()
-        self._publish_kv_events()
-        self._outputs: list[EngineCoreOutput] = []
-        """Outputs of requests that ended between two steps."""
-        self._dead: BaseException | None = None
+        return make_scheduler(self.config.parallel, lambda: new_scheduler(rooms=self.new_rooms(), observer=new_observer()))
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. While the engine is paused, it waits outside the queue.

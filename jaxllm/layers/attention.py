@@ -108,7 +108,8 @@ class GroupedQueryAttention(nnx.Module):
             (Tensor(f"{prefix}{part.name}.{part.sinks_name}", (stored_K * stored_G,), (stored_K, stored_G)),), 0, (0, 1)
         )
         self.sinks = abstract_param((K, G), ("heads", "group"), "float32", source=sinks) if part.sinks else None
-        scales = Source(tuple(Tensor(f"{prefix}{part.name}.{letter}_scale", (1,), (1,)) for letter in "kv"), 0, (0,))
+        written = prefix if part.reads_layer is None else f"{config.layer_name(part.reads_layer)}."
+        scales = Source(tuple(Tensor(f"{written}{part.name}.{letter}_scale", (1,), (1,)) for letter in "kv"), 0, (0,))
         format = config.kv_format
         self.kv_scale = (
             None if format is None else abstract_param((2,), ("kv",), "float32", source=scales, init="ones", format=format)

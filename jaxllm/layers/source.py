@@ -193,7 +193,9 @@ class Stacked:
     def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
         """Add the tensors that the parameter is written as, by name."""
         pieces = parameter.reshape(len(self.tensors), *parameter.shape[len(self.lead) :])
-        written.update((t.name, piece) for t, piece in zip(self.tensors, pieces, strict=True))
+        for t, piece in zip(self.tensors, pieces, strict=True):
+            written[t.name] = np.empty(t.shape, parameter.dtype)
+            t.write(written[t.name], piece)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class EngineProcesses:
     async def start_again(self, engine: EngineProcess, error: EngineDeadError) -> str | None:
         """Start the process of a replica that has ended again. If it has ended too often lately, returns that instead."""
         assert engine.process is not None
-        await end(engine.process, END_SECONDS)  # it may hang
+        await end(engine.process, end_seconds(self._start.config))  # it may hang
         if self._stopping.is_set():
             return None
         reason = f"{error}{engine.describe_end()}"

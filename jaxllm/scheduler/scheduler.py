@@ -239,14 +239,17 @@ class Scheduler:
     def fail_expired(self) -> list[EngineCoreOutput]:
         """End the requests that exceeded a deadline. Returns their outputs."""
         expired = self._deadlines.expired(time.monotonic()) if len(self._deadlines) else ()
+        for request, kind in expired:
+            request.error_kind = kind
         failed = (self.fail_requests([request.request_id], kind, describe_expiry(request, kind)) for request, kind in expired)
         return [output for outputs in failed for output in outputs]
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """End a request. The caller removes it from `running`, for all ended requests at once."""
         if request.status == RequestStatus.RUNNING:
-            # After an error, keep nothing that the request computed in the prefix cache.
-            num_valid = 0 if status == RequestStatus.FINISHED_ERROR else request.num_computed_tokens
+            # After an error, keep nothing that the request computed in the prefix cache; a request that took too long computed it right.
+            is_wrong = status == RequestStatus.FINISHED_ERROR and request.error_kind is not ErrorKind.TIMEOUT
+            num_valid = 0 if is_wrong else request.num_computed_tokens
             self.cache_manager.free(request, num_valid)
         elif self.held.pop(request.request_id, None) is None:
             self._end_load(request)

@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import TypeVar
 
 from jaxllm.errors import ConfigError
-from server.dialects.dialect import ReasoningDialect, ToolDialect
+from server.dialects.dialect import Frame, ReasoningDialect, ToolDialect
 
-T = TypeVar("T")
+T = TypeVar("T", bound=ToolDialect | ReasoningDialect)
 _HELP = "docs/HOW_TO_ADD.md has an example"
 
 
@@ -42,7 +42,27 @@ def _dialects_of(plugin: str | None, option: str, attribute: str, kind: type[T])
                 f"{option} {plugin} has the entry {name!r} of type {type(dialect).__name__} in {attribute}; entries must have a name, "
                 f"other than none, and be of type {kind.__name__}"
             )
+        if fault := _fault(dialect):
+            raise ConfigError(f"{option} {plugin} cannot be used: {name!r} in {attribute} {fault}; {_HELP}")
     return found
+
+
+def _fault(dialect: ToolDialect | ReasoningDialect) -> str | None:
+    """What is wrong with the attributes of a dialect, as far as it can be seen before the first answer; None: nothing."""
+    is_tool = isinstance(dialect, ToolDialect)
+    for name in ("openings", "markers") if is_tool else ("start", "end", "answer_start", "answer_end", "markers"):
+        texts = getattr(dialect, name)
+        if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) and text for text in texts):
+            return f"has {name} = {texts!r}, which must be a tuple of texts, none of them empty"
+    if dialect.whole is not None:
+        return None if callable(dialect.whole) else f"has whole = {dialect.whole!r}, which must be a function"
+    if isinstance(dialect, ToolDialect):
+        if not isinstance(dialect.bare_openings, str) or not isinstance(dialect.frame, Frame | None):
+            return "has bare_openings that are no text, or a frame that is no Frame"
+        return "has no method read" if type(dialect).read is ToolDialect.read else None
+    if len(dialect.start) != len(dialect.end):
+        return f"has {len(dialect.start)} markers in start and {len(dialect.end)} in end; the n-th closes what the n-th opens"
+    return None
 
 
 @lru_cache

@@ -18,7 +18,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of the field of the reasoning in templates."""
 CALLS_FIELD = "tool_calls"
 _UNREADABLE = (ValueError, RecursionError)
-"""Errors of reading a call: its text is no call, or is nested too deep."""
+"""Errors of reading JSON: its text is none, or is nested too deep."""
 
 
 class TemplateCalls(ToolDialect):
@@ -109,14 +109,13 @@ class _Response:
         before = copy.copy(self._parser)  # as an exception takes the events before it along
         try:
             events = self._parser.feed(text)
-        except _UNREADABLE:
+        except Exception:  # templates fail in as many ways as what models write
             if len(text) > 1:
                 self._parser = before
                 self.feed(text[: len(text) // 2])
                 self.feed(text[len(text) // 2 :])
-            else:
-                self._give_back()
-                self._parser = _parser(self._template, "", self._tools)
+            elif unread := self._start_over():
+                self.feed(unread)
             return
         for event in events:
             self._pass_on(event)
@@ -125,11 +124,23 @@ class _Response:
         """End of the text."""
         try:
             _, events = self._parser.finalize()
-        except _UNREADABLE:  # cut off within a call
-            self._give_back()
+        except Exception:  # cut off within a call
+            if unread := self._start_over():
+                self.feed(unread)
+                self.finish()
             return
         for event in events:
             self._pass_on(event)
+
+    def _start_over(self) -> str:
+        """Give back the call that cannot be read, and read what follows it as from the beginning. Returns what has arrived of that: a
+        pattern may find the end of a call only with the text behind it."""
+        failed = self._parser
+        self._raw = [failed._body] if failed._current == CALLS_FIELD else []  # with text of which no event came
+        self._give_back()
+        self._parser = _parser(self._template, "", self._tools)
+        unread: str = failed._buffer[failed._pos :]
+        return unread
 
     def _pass_on(self, event: Mapping[str, Any]) -> None:
         kind, field = event["type"], event["field"]
@@ -176,7 +187,9 @@ class _Response:
 
 def _call(value: Any) -> tuple[str, str, str | None]:
     """Name, arguments as JSON text, and id of a call. Raises Broken."""
-    call = value.get("function", value) if isinstance(value, Mapping) else {}
+    call = value.get("function", value) if isinstance(value, Mapping) else None
+    if not isinstance(call, Mapping):
+        raise Broken
     name, arguments = call.get("name"), call.get("arguments", {})
     if isinstance(arguments, str):
         try:

@@ -10,7 +10,7 @@ import pytest
 from jaxllm.errors import JaxLLMError, ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.layers.parameters import parameters
-from jaxllm.loaders import orbax
+from jaxllm.loaders import orbax, safetensors
 from jaxllm.loaders.load import load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
@@ -133,3 +133,10 @@ def test_a_model_without_a_head_is_saved_as_one(tmp_path):
     again = load_model_config(tmp_path / "saved")
     assert not again.generates and again.architecture == config.architecture
     assert_equal(state, load_weights(again, build_model(again), tmp_path / "saved", load_format="auto", mesh=make_mesh()))
+
+
+def test_experts_without_a_gate_are_saved_in_the_shapes_of_the_checkpoint(tmp_path):
+    source = goldens.FOLDER / "nemotron_h"
+    goldens.save(*goldens.load(source, load_format="dummy"), tmp_path, source)
+    saved, stored = (safetensors.Checkpoint(directory).entries for directory in (tmp_path, source))
+    assert {name: entry.shape for name, entry in saved.items()} == {name: entry.shape for name, entry in stored.items()}

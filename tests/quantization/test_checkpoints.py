@@ -1,6 +1,7 @@
 """Checkpoints with fp8 weights, written here from the goldens, against the same numbers without quantisation."""
 
 import dataclasses
+import json
 import runpy
 import shutil
 from functools import partial
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.build import build_model
@@ -20,7 +22,7 @@ from jaxllm.loaders.load import load_checkpoint
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.mesh import make_mesh
-from scripts.saving import save_orbax
+from scripts.saving import CACHE_SCHEME, save_orbax
 from tests.helpers import goldens
 from tests.helpers.quantized import PROMPT, answer, assert_equal, by_path, load, write
 from tests.helpers.quantized import assert_near as assert_logits_near
@@ -455,3 +457,16 @@ def test_dummy_weights_have_the_shapes_and_about_the_size_of_real_ones():
     product = np.asarray(weight["values"][...], np.float32) * np.asarray(weight["scale"][...])[..., None]
     assert product.std() == pytest.approx(0.02, rel=0.1)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(state))
+
+
+def test_a_layer_reads_keys_with_the_scale_of_the_layer_that_writes_them(tmp_path):
+    directory = shutil.copytree(goldens.FOLDER / "gemma4", tmp_path / "gemma4")
+    raw = json.loads((directory / "config.json").read_text())
+    quantization = {"quant_method": "modelopt", "kv_cache_scheme": CACHE_SCHEME}
+    (directory / "config.json").write_text(json.dumps({**raw, "quantization_config": quantization}))
+    weights = load_file(directory / "model.safetensors")
+    weights |= {f"model.layers.{i}.self_attn.{x}_scale": np.array([2.0**-i], np.float32) for i in range(7) for x in "kv"}
+    save_file(weights, directory / "model.safetensors")
+    state = load(directory)[1]
+    scales = [block["attention"]["kv_scale"][...].tolist() for block in state["blocks"].values()]
+    assert scales == [[2.0**-layer] * 2 for layer in (0, 1, 2, 3, 2, 3, 2)]

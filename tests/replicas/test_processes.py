@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.messages import EngineStart
+from jaxllm.errors import EngineDeadError
 from jaxllm.replicas import processes
 from jaxllm.replicas.processes import EngineProcesses
 
@@ -20,15 +21,18 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("size", "code"), [(0, -9), (8, 0)])
+@pytest.mark.parametrize(("size", "code", "again"), [(0, -9, False), (8, 0, False), (8, 0, True)])
 def test_a_process_with_host_memory_for_blocks_gets_time_to_free_it(
-    monkeypatch: pytest.MonkeyPatch, size: int, code: int
+    monkeypatch: pytest.MonkeyPatch, size: int, code: int, again: bool
 ) -> None:
+    """again: before it would be started again."""
     monkeypatch.setattr(processes, "END_SECONDS", 0.01)
     start = EngineStart(EngineConfig.from_options(model="none", kv_offloading_size=size), "")
-    engines = EngineProcesses(start, Path(), {0: {}}, asyncio.Event(), client_index=0)
+    stopping = asyncio.Event()
+    stopping.set()
+    engines = EngineProcesses(start, Path(), {0: {}}, stopping, client_index=0)
     with subprocess.Popen([sys.executable, "-c", SLOW_END], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
         engines.each[0].process = process
-        asyncio.run(engines.end_all())
+        asyncio.run(engines.start_again(engines.each[0], EngineDeadError("it hangs")) if again else engines.end_all())
         assert process.returncode == code

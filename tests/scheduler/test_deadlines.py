@@ -45,6 +45,18 @@ def test_a_request_that_takes_too_long_ends_in_the_middle_and_frees_its_blocks(c
     scheduler.check_integrity()
 
 
+def test_what_a_request_computed_before_its_timeout_is_found_by_the_next(clock: list[float]) -> None:
+    scheduler = make_scheduler()
+    prompt = list(range(40))
+    scheduler.add_request(make_request("a", prompt, timeout_seconds=5.0))
+    step(scheduler)
+    scheduler.schedule()
+    clock[0] += 5.0
+    assert [output.request_id for output in scheduler.fail_expired()] == ["a"]
+    assert scheduler.num_cached_tokens(make_request("b", prompt)) == 32
+    scheduler.check_integrity()
+
+
 def test_a_preempted_request_does_not_wait_in_the_sense_of_the_queue_timeout(clock: list[float]) -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", 4, queue_timeout_seconds=1.0))

@@ -96,9 +96,6 @@ def write(spelling: Spelling, folder: Path) -> Path:
     checkpoint, rng = open_checkpoint(folder), np.random.default_rng(4)
     weights = {name: np.float32(checkpoint.tensor(name)) for name in checkpoint.entries}
     weights = {
-        name: w[0] if w.ndim == 3 and ".experts." in name else w for name, w in weights.items()
-    }  # each alone, as on the hub
-    weights = {
         name: w + rng.standard_normal(w.shape, np.float32) * (0.3 if w.ndim == 1 else 0.1) for name, w in weights.items()
     }
     behind = {

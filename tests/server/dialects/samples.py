@@ -485,6 +485,16 @@ LIST_TEMPLATE = {
         "content": {},
     },
 }  # fmt: skip
+PATTERN_TEMPLATE = {
+    **JSON_TEMPLATE,
+    "fields": {
+        "tool_calls": {
+            "open": "<call>", "close_pattern": r"</call>\s*", "content": "json", "transform_each": True,
+            "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
 
 
 def template_sample(
@@ -510,6 +520,11 @@ SAMPLES |= {
         JSON_TEMPLATE, f"A <call>x</call> {_CALL % ROME} b", Message("Ax b", calls=[ROME])
     ),
     "template, cut off in a call": template_sample(JSON_TEMPLATE, 'A <call>{"name": "g', Message('A{"name": "g')),
+    "template, cut off in the end of a call": template_sample(JSON_TEMPLATE, '<call>{"a"</ca', Message('{"a"</ca')),
+    "template, no calls": template_sample(JSON_TEMPLATE, "<call>[1]</call><call>2</call>", Message("[1]2")),
+    "template, a call without arguments": template_sample(
+        PATTERN_TEMPLATE, '<call>[{"name": "f"}]</call> b <call>[1]</call>\n<call>[]</call>', Message('[{"name": "f"}]b [1]')
+    ),
     "template, no number": template_sample(
         JSON_TEMPLATE, '<call>{"name": "run", "arguments": {"a": NaN}}</call>', Message('{"name": "run", "arguments": {"a": NaN}}')
     ),

@@ -43,6 +43,20 @@ BROKEN = {
     "has nothing": ("TOOLS = {}", "has no TOOL_DIALECTS, a dict of names and ToolDialects"),
     "has a class": ("import server.dialects as d\nTOOL_DIALECTS = {'x': d.ToolDialect}", "has the entry 'x' of type type in TOOL_DIALECTS"),
     "none": ("import server.dialects as d\nTOOL_DIALECTS = {'none': d.ToolDialect()}", "must have a name, other than none"),
+    "a constructor that fails": (
+        "import server.dialects as d\nclass X(d.ToolDialect):\n  def __init__(self): 1 / 0\nTOOL_DIALECTS = {'x': X()}", "ZeroDivisionError"
+    ),
+    "no read": ("import server.dialects as d\nTOOL_DIALECTS = {'x': d.ToolDialect()}", "'x' in TOOL_DIALECTS has no method read"),
+    "a text for a tuple": (
+        "import server.dialects as d\nclass X(d.ToolDialect): openings = '=> '\nTOOL_DIALECTS = {'x': X()}",
+        "has openings = '=> ', which must be a tuple of texts",
+    ),
+    "an empty marker": (
+        "import server.dialects as d\nclass X(d.ToolDialect): openings = ('',)\nTOOL_DIALECTS = {'x': X()}", "none of them empty"
+    ),
+    "no frame": (
+        "import server.dialects as d\nclass X(d.ToolDialect): frame = '=>'\nTOOL_DIALECTS = {'x': X()}", "a frame that is no Frame"
+    ),
 }  # fmt: skip
 
 
@@ -55,6 +69,24 @@ def test_a_plugin_that_cannot_be_used_is_refused(name: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=f"--tool-parser-plugin {path} ") as caught:
         check_names(ChatOptions(tool_parser_plugin=str(path), tool_call_parser="x"))
     assert told in str(caught.value)
+
+
+def test_reasoning_that_nothing_closes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plugin.py"
+    path.write_text("import server.dialects as d\nREASONING_DIALECTS = {'x': d.ReasoningDialect(start=('<hm>',))}")
+    with pytest.raises(ConfigError, match="'x' in REASONING_DIALECTS has 1 markers in start and 0 in end"):
+        check_names(ChatOptions(reasoning_parser_plugin=str(path), reasoning_parser="x"))
+
+
+@pytest.mark.parametrize("method", ["of", "needs_special_tokens"])
+def test_a_dialect_that_fails_for_a_model_is_refused(method: str, tmp_path: Path) -> None:
+    path = tmp_path / "plugin.py"
+    code = f"class X(d.ToolDialect):\n  def read(self, *_): yield\n  def {method}(self, *_): return 1 / 0\nTOOL_DIALECTS = {{'x': X()}}"
+    path.write_text(f"import server.dialects as d\n{code}")
+    options = ChatOptions(tool_parser_plugin=str(path), tool_call_parser="x")
+    check_names(options)
+    with pytest.raises(ConfigError, match=rf"the plugins \({path}\) failed: ZeroDivisionError"):
+        Speech(bytes_tokenizer(()), None, options)
 
 
 def test_a_plugin_without_the_name_of_a_dialect_is_refused() -> None:
