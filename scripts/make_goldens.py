@@ -39,7 +39,7 @@ FEWEST_DISTINCT = 10
 LARGEST_ROUNDING = 2e-5
 """Rounding of logprobs."""
 
-OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Step3p7RMSNorm")
 """Classes of norms whose weights are stored from zero, and would make logits too large for float32 to tell them to 1e-4."""
 
 
@@ -70,7 +70,7 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
                 weight.normal_(0, 0.2)
             else:
                 # A tied head makes the last token the likeliest next one where its embedding is large.
-                is_tied = config.tie_word_embeddings and "embed" in name
+                is_tied = config.get_text_config().tie_word_embeddings and "embed" in name
                 weight.normal_(0, scale / 8 if is_tied else scale)
             weight.copy_(weight.to(torch.bfloat16))  # what the file will hold
         for name, buffer in model.named_buffers():  # of routers, for the choice of experts

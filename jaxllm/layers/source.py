@@ -143,8 +143,7 @@ class Source:
 
     def picked(self, picks: tuple[int, ...]) -> "Source":
         """The source of a parameter with these indices of the view's first dimension, in this order."""
-        (tensor,) = self.tensors
-        return replace(self, tensors=(replace(tensor, picks=picks),))
+        return replace(self, tensors=tuple(replace(tensor, picks=picks) for tensor in self.tensors))
 
     def output_major(self) -> "Source":
         """The source without permutation: of the parameter with the outputs before the inputs."""

@@ -109,6 +109,8 @@ FAMILIES = {
     "SmolVLMForConditionalGeneration": ("smolvlm", "jaxllm.models.idefics3:read"),
     "SolarOpenForCausalLM": ("solar_open", "jaxllm.models.solar_open:read"),
     "StableLmForCausalLM": ("stablelm", "jaxllm.models.stablelm:read"),
+    "Step3p5ForCausalLM": ("step3p5", "jaxllm.models.step3p5:read"),
+    "Step3p7ForConditionalGeneration": ("step3p7", "jaxllm.models.step3p5:read"),
     "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
     "XLMRobertaForSequenceClassification": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
     "XLMRobertaModel": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),

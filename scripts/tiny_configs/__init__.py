@@ -70,6 +70,7 @@ from transformers import (
     SmolLM3Config,
     SolarOpenConfig,
     StableLmConfig,
+    Step3p7Config,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -178,6 +179,7 @@ FLAT: dict[str, Any] = {
     },
 }
 """Linear attention with flat projections, and a rope with sections."""
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64}
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 VARIANTS: dict[str, PreTrainedConfig] = {
@@ -435,6 +437,28 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         routed_scaling_factor=2.5,
+    ),
+    "step3p7": Step3p7Config(
+        text_config={
+            **NARROW,
+            "num_hidden_layers": 4,
+            "pad_token_id": 0,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "attention_other_setting": {"num_attention_heads": 4, "num_attention_groups": 2},
+            "rope_theta": [10000.0, 1000.0, 1000.0, 10000.0],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+            "rope_scaling": {**LLAMA3, "high_freq_factor": 4.0},
+            "sliding_window": 16,
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "share_expert_dim": 24,
+            "moe_router_scaling_factor": 1.5,
+            "swiglu_limits": [0.0, 0.0, 0.4, 0.8],
+            "swiglu_limits_shared": [0.5, 0.0, 0.4, 0.0],
+        },
+        vision_config={"width": 8, "layers": 1, "heads": 1, "image_size": 8, "patch_size": 4},
     ),
     "afmoe": AfmoeConfig(
         **{**WIDE, "num_hidden_layers": 4},
