@@ -16,6 +16,7 @@ from jaxllm.model_parts import (
     Head,
     LatentAttention,
     Layer,
+    LightningAttention,
     Mamba2,
     MoE,
     Names,
@@ -119,9 +120,9 @@ class ModelConfig(ServedModel):
         return tuple(part for part in self._attentions if isinstance(part, GatedDeltaNet))
 
     @property
-    def mambas(self) -> tuple[Mamba2, ...]:
-        """The distinct Mamba-2 parts, the same way."""
-        return tuple(part for part in self._attentions if isinstance(part, Mamba2))
+    def mambas(self) -> tuple[Mamba2 | LightningAttention, ...]:
+        """The distinct parts with the recurrence of Mamba-2, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, (Mamba2, LightningAttention)))
 
     @property
     def state_mixers(self) -> tuple[StateMixer, ...]:

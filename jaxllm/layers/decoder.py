@@ -14,6 +14,7 @@ from jaxllm.layers.classifier import ClassifierHead
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
 from jaxllm.layers.gated_delta_net import GatedDelta
 from jaxllm.layers.latent_attention import MultiHeadLatentAttention
+from jaxllm.layers.lightning import LightningMixer
 from jaxllm.layers.mamba2 import Mamba2Mixer
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
@@ -22,7 +23,7 @@ from jaxllm.layers.runs import starts
 from jaxllm.layers.short_conv import GatedShortConv
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, Mamba2, MoE, ShortConv
+from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, LightningAttention, Mamba2, MoE, ShortConv
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels.quantize import Sums, scaled
 
@@ -31,11 +32,12 @@ Run = tuple[Array, Any]
 as `Step.add_and_norm` makes it."""
 
 
-AnyMixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | Mamba2Mixer | GatedShortConv
+AnyMixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | LightningMixer | Mamba2Mixer | GatedShortConv
 _ATTENTION: dict[type, Callable[..., AnyMixer]] = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
     GatedDeltaNet: GatedDelta,
+    LightningAttention: LightningMixer,
     Mamba2: Mamba2Mixer,
     ShortConv: GatedShortConv,
 }
@@ -107,12 +109,13 @@ class DecoderBlock(nnx.Module):
         """The runs with these partial products, summed up, normed by post_norm and scaled, added to x."""
         joined = []
         for part_TD, (x_TD, _) in zip(parts, runs, strict=True):
-            if self.parts.residual_scale != 1.0:
-                part_TD = scaled(part_TD) * self.parts.residual_scale
+            scale = self.parts.residual_scale
             if isinstance(post_norm, NoNorm):
+                part_TD = part_TD if scale == 1.0 else scaled(part_TD) * scale
                 joined.append(step.add_and_norm(part_TD, x_TD, next_norm))
             else:
-                x_TD = x_TD + step.shards.add_and_norm(scaled(part_TD), None, post_norm)[1]
+                added_TD = step.shards.add_and_norm(scaled(part_TD), None, post_norm)[1]
+                x_TD = x_TD + (added_TD if scale == 1.0 else added_TD * scale)
                 joined.append((x_TD, next_norm(x_TD)))
         return joined
 

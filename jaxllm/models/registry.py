@@ -25,6 +25,7 @@ FAMILIES = {
     "ApertusForCausalLM": ("apertus", "jaxllm.models.apertus:read"),
     "ArceeForCausalLM": ("arcee", "jaxllm.models.arcee:read"),
     "BailingMoeV2ForCausalLM": ("bailing_moe", "jaxllm.models.bailing:read"),
+    "BailingMoeV2_5ForCausalLM": ("bailing_moe_v2_5", "jaxllm.models.bailing:read_v2_5"),
     "BertForSequenceClassification": ("bert", "jaxllm.models.bert:read"),
     "BertModel": ("bert", "jaxllm.models.bert:read"),
     "Cohere2ForCausalLM": ("cohere2", "jaxllm.models.cohere:read_cohere2"),
@@ -60,6 +61,7 @@ FAMILIES = {
     "HeliumForCausalLM": ("helium", "jaxllm.models.helium:read"),
     "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", "jaxllm.models.hunyuan:read"),
     "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe", "jaxllm.models.hunyuan:read_moe"),
+    "HyperCLOVAXForCausalLM": ("hyperclovax", "jaxllm.models.hyperclovax:read"),
     "Idefics3ForConditionalGeneration": ("idefics3", "jaxllm.models.idefics3:read"),
     "InternVLForConditionalGeneration": ("internvl", "jaxllm.models.internvl:read"),
     "Jais2ForCausalLM": ("jais2", "jaxllm.models.jais2:read"),
@@ -71,6 +73,7 @@ FAMILIES = {
     "LlamaForCausalLM": ("llama", "jaxllm.models.llama:read"),
     "MellumForCausalLM": ("mellum", "jaxllm.models.mellum:read"),
     "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "jaxllm.models.mimo:read"),
+    "MiMoV2ForCausalLM": ("mimo_v2", "jaxllm.models.mimo:read"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "jaxllm.models.minimax:read"),
     "Ministral3ForCausalLM": ("ministral3", "jaxllm.models.mistral:read_ministral3"),
     "MinistralForCausalLM": ("ministral", "jaxllm.models.ministral:read"),
@@ -81,6 +84,7 @@ FAMILIES = {
     "ModernBertForSequenceClassification": ("modernbert", "jaxllm.models.modernbert:read"),
     "ModernBertModel": ("modernbert", "jaxllm.models.modernbert:read"),
     "NemotronHForCausalLM": ("nemotron_h", "jaxllm.models.nemotron_h:read"),
+    "NemotronH_Nano_Omni_Reasoning_V3": ("nemotron_h_omni", "jaxllm.models.nemotron_h:read_omni"),
     "OPTForCausalLM": ("opt", "jaxllm.models.opt:read"),
     "Olmo2ForCausalLM": ("olmo2", "jaxllm.models.olmo:read"),
     "Olmo3ForCausalLM": ("olmo3", "jaxllm.models.olmo:read_olmo3"),
@@ -114,6 +118,7 @@ FAMILIES = {
     "WhisperForConditionalGeneration": ("whisper", "jaxllm.models.whisper:read"),
     "XLMRobertaForSequenceClassification": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
     "XLMRobertaModel": ("xlm-roberta", "jaxllm.models.bert:read_roberta"),
+    "YoutuForCausalLM": ("youtu", "jaxllm.models.youtu:read"),
 }
 """By architecture: the model_type, which stands in for an absent architecture, and the function that reads a config.json."""
 

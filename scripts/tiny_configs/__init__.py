@@ -1,7 +1,9 @@
 """Configs of the tiny models with random weights that stand for each family in tests, and what transformers calls their classes."""
 
+from collections.abc import Callable
 from typing import Any
 
+import transformers
 from transformers import (
     AfmoeConfig,
     ApertusConfig,
@@ -35,6 +37,7 @@ from transformers import (
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HyperCLOVAXConfig,
     HYV3Config,
     Jais2Config,
     LagunaConfig,
@@ -71,11 +74,14 @@ from transformers import (
     SolarOpenConfig,
     StableLmConfig,
     Step3p7Config,
+    YoutuConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+
+from scripts.tiny_configs import ling
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -479,6 +485,27 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         topk_group=2,
         partial_rotary_factor=0.5,
     ),
+    "youtu": YoutuConfig(
+        **{
+            **{key: value for key, value in LATENT.items() if key not in ("moe_intermediate_size", "first_k_dense_replace")},
+            "num_hidden_layers": 2,
+        },
+        q_lora_rank=24,
+        tie_word_embeddings=False,
+    ),
+    "hyperclovax": HyperCLOVAXConfig(
+        **SIZES, embedding_multiplier=3.0, logits_scaling=0.5, residual_multiplier=0.5, attention_multiplier=0.2
+    ),
+    "ling_2_5": ling.LingConfig(
+        **{**LATENT, "num_hidden_layers": 4},
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        use_cache=False,
+    ),
     "hunyuan_v1_dense": HunYuanDenseV1Config(
         **WIDE,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0},
@@ -642,12 +669,30 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 }
 
 
+ARCHITECTURES = {"sarvam_moe": "SarvamMoEForCausalLM", "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM"}
+"""Names on the hub of models that transformers calls otherwise, or does not have, by their model_type."""
+
+
 def architecture(config: PreTrainedConfig) -> str:
     """The name of the architecture with a head, as checkpoints on the hub have it."""
-    return "SarvamMoEForCausalLM" if config.model_type == "sarvam_moe" else class_name(config)
+    return ARCHITECTURES.get(config.model_type) or class_name(config)
 
 
 def class_name(config: PreTrainedConfig) -> str:
     """The class that computes it. transformers lists Mistral 4's with those of models that see images."""
     texts, images = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return texts.get(config.model_type) or images[config.model_type]
+
+
+def model_class_of(config: PreTrainedConfig) -> Any:
+    """The class itself; needs torch."""
+    if isinstance(config, ling.LingConfig):
+        from scripts.tiny_configs.ling_model import Ling
+
+        return Ling
+    return getattr(transformers, class_name(config))
+
+
+def saved_tensors(config: PreTrainedConfig) -> Callable[[str], str] | None:
+    """What checkpoints of the hub call a tensor that a model has saved; None: the same."""
+    return ling.name_on_hub if isinstance(config, ling.LingConfig) else None
