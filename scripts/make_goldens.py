@@ -27,7 +27,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedConfig
 
-from scripts.tiny_configs import VARIANTS, architecture, model_class_of, saved_tensors
+from scripts.tiny_configs import VARIANTS, architecture, model_class_of, published
 
 if TYPE_CHECKING:
     import torch  # imported where it is needed, because tests read FOLDER without it too
@@ -40,7 +40,7 @@ FEWEST_DISTINCT = 10
 LARGEST_ROUNDING = 2e-5
 """Rounding of logprobs."""
 
-OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Step3p7RMSNorm")
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Step3p7RMSNorm", "MuseGlimmerTextCenteredRMSNorm")
 """Classes of norms whose weights are stored from zero, and would make logits too large for float32 to tell them to 1e-4."""
 
 
@@ -87,9 +87,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
 def save(model: "torch.nn.Module", directory: Path) -> None:
     """Write the model's files, with the name of its architecture on the hub."""
     model.save_pretrained(directory)
-    if (renamed := saved_tensors(model.config)) is not None:
+    if (make := published(model.config)) is not None:
         file = directory / "model.safetensors"
-        save_file({renamed(name): tensor for name, tensor in load_file(file).items()}, file)
+        save_file(make(load_file(file)), file)
     file = directory / "config.json"
     raw = {**json.loads(file.read_text(encoding="utf-8")), "architectures": [architecture(model.config)]}
     file.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -180,7 +180,7 @@ def test_gemma_3_that_sees_images_names_few_numbers_of_its_text_model(read):
     assert config.max_position == 131072
 
 
-def test_llama_4_serves_one_chunk_of_attention(read):
+def test_llama_4_attends_within_chunks_where_sequences_are_longer(read):
     """As Llama-4-Scout names its numbers; those that it leaves out are the defaults."""
     scaling = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
     scaling["original_max_position_embeddings"] = 8192
@@ -194,10 +194,10 @@ def test_llama_4_serves_one_chunk_of_attention(read):
     interleaved = read({**scout, "text_config": {**text, "interleave_moe_layer_step": 2}})
     assert [layer.mlp.width for layer in interleaved.layers] == [16384, 8192] * 4
     assert [isinstance(layer.mlp, MoE) for layer in interleaved.layers] == [False, True] * 4
-    with pytest.raises(
-        ModelLoadError, match="max_model_len is 9000, but attention_chunk_size is 8192, .* use --max-model-len 8192"
-    ):
-        read(scout, max_model_len=9000)
+    assert config.chosen_max_position == 10485760 and {layer.attention.chunk for layer in config.layers} == {None}
+    longer = read(scout, max_model_len=9000)
+    assert (longer.max_position, longer.chosen_max_position) == (10485760, None)
+    assert [layer.attention.chunk for layer in longer.layers] == ([8192] * 3 + [None]) * 2
     assert read({**scout, "text_config": {**text, "no_rope_layers": [0] * 8}}, max_model_len=9000).max_position == 10485760
 
 

@@ -154,7 +154,7 @@ class GroupedQueryAttention(nnx.Module):
             window=part.window,
             soft_cap=part.soft_cap,
             sinks_KG=None if self.sinks is None else self.sinks[...],
-            **({} if part.reads_layer is None else {"reads_layer": part.reads_layer}),
+            **{name: value for name in ("reads_layer", "chunk") if (value := getattr(part, name)) is not None},
         )
         out_TKGH = out_TKGH if part.value_dim is None else out_TKGH[..., : part.value_dim]
         if part.value_scale != 1.0:

@@ -140,6 +140,7 @@ class CausalLM(nnx.Module):
             Embedding(config, config.names.embedding) if is_first or (has_logits and config.tie_word_embeddings) else None
         )
         self.embedding: Embedding = embedding  # type: ignore[assignment]  # no stage without one computes with it
+        self.embedding_norm = make_norm(config.embedding_norm, config.hidden_size, config.dtype)
         has_positions = config.positions is not None and is_first
         self.positions = PositionEmbedding(config, config.positions) if has_positions else None  # type: ignore[arg-type]
         blocks = [self.make_block(config, i) if i in layers else None for i in range(config.num_layers)]
@@ -176,9 +177,17 @@ class CausalLM(nnx.Module):
             if self.positions is not None:
                 learned_TD = self.positions(positions_T)
                 part_TD += learned_TD if shards.size == 1 else jnp.where(shards.index == 0, learned_TD, 0)
-            runs.append(step.add_and_norm(part_TD, None, self._norm_before(0)))
+            runs.append(self._entered(part_TD, step))
         keep_features(runs, step, 0)
         return runs
+
+    def _entered(self, part_TD: Array, step: Step) -> Run:
+        """Embeddings, of which this is the device's part of the sum, before the first layer."""
+        norm = self._norm_before(0)
+        if isinstance(self.embedding_norm, NoNorm):
+            return step.add_and_norm(part_TD, None, norm)
+        normed_TD = step.shards.add_and_norm(part_TD, None, self.embedding_norm)[1]
+        return normed_TD, norm(normed_TD)
 
     def enter(self, step: Step) -> list[Run]:
         """The tokens before the first layer of a later stage."""

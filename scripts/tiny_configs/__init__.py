@@ -53,6 +53,7 @@ from transformers import (
     Mistral4Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
@@ -81,7 +82,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from scripts.tiny_configs import ling
+from scripts.tiny_configs import unlike
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -496,7 +497,22 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "hyperclovax": HyperCLOVAXConfig(
         **SIZES, embedding_multiplier=3.0, logits_scaling=0.5, residual_multiplier=0.5, attention_multiplier=0.2
     ),
-    "ling_2_5": ling.LingConfig(
+    "plamo3": unlike.PlamoConfig(
+        **{**WIDE, **WINDOWED},
+        hidden_activation="silu",
+        query_pre_attn_scalar=16,
+        sliding_window_pattern=3,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "muse_glimmer": MuseGlimmerConfig(
+        text_config={**WIDE, "num_hidden_layers": 5, "sliding_window": 16, "output_multiplier": 0.5, "final_logit_softcapping": 8.0},
+        vision_config={"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    ),
+    "ling_2_5": unlike.LingConfig(
         **{**LATENT, "num_hidden_layers": 4},
         q_lora_rank=24,
         n_routed_experts=8,
@@ -616,6 +632,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "llama4": Llama4TextConfig(
         **{**WIDE, "num_hidden_layers": 4},
         num_local_experts=4,
+        attention_chunk_size=32,
         floor_scale=16,
         attn_scale=0.5,
         rope_parameters={
@@ -669,7 +686,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 }
 
 
-ARCHITECTURES = {"sarvam_moe": "SarvamMoEForCausalLM", "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM"}
+ARCHITECTURES = {"sarvam_moe": "SarvamMoEForCausalLM", "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM", "plamo3": "Plamo3ForCausalLM"}
 """Names on the hub of models that transformers calls otherwise, or does not have, by their model_type."""
 
 
@@ -686,13 +703,13 @@ def class_name(config: PreTrainedConfig) -> str:
 
 def model_class_of(config: PreTrainedConfig) -> Any:
     """The class itself; needs torch."""
-    if isinstance(config, ling.LingConfig):
+    if isinstance(config, unlike.LingConfig):
         from scripts.tiny_configs.ling_model import Ling
 
         return Ling
-    return getattr(transformers, class_name(config))
+    return transformers.Gemma3ForCausalLM if config.model_type == "plamo3" else getattr(transformers, class_name(config))
 
 
-def saved_tensors(config: PreTrainedConfig) -> Callable[[str], str] | None:
-    """What checkpoints of the hub call a tensor that a model has saved; None: the same."""
-    return ling.name_on_hub if isinstance(config, ling.LingConfig) else None
+def published(config: PreTrainedConfig) -> Callable[[unlike.Tensors], unlike.Tensors] | None:
+    """What makes the tensors of a checkpoint of the hub of those that a model has saved; None: they are the same."""
+    return {"bailing_moe_v2_5": unlike.published_ling, "plamo3": unlike.published_plamo}.get(config.model_type)

@@ -1,10 +1,10 @@
-"""The model of `ling.LingConfig`, written from the Ring 2.5 release: each token's sum is computed anew, one after the other."""
+"""The model of `unlike.LingConfig`, written from the Ring 2.5 release: each token's sum is computed anew, one after the other."""
 
 import torch
 from torch import nn
 from transformers import DeepseekV3ForCausalLM
 
-from scripts.tiny_configs.ling import LingConfig
+from scripts.tiny_configs.unlike import LingConfig
 
 
 class Lightning(nn.Module):

@@ -162,6 +162,8 @@ BROKEN = {
         "<|tool_call>call:run{code}",
         "<|tool_call>call:run{code:<",
     ],
+    "minimax_m3": ["]<]minimax[>[<tool_call>Hello", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="a b">'],
+    "kimi_k3": ["<|open|>tools<|sep|>Hello", '<|open|>tools<|sep|><|open|>call tool="a b"<|sep|>'],
     "lfm2": ["<|tool_call_start|>get_time()<|tool_call_end|>", "[get_time(a=1)]"],
     "olmo3": ["<function_calls>", "<function_calls>\n</function_calls>", "<function_calls>[get_time()]</function_calls>"],
     "deepseek_v4": ["<｜DSML｜tool_calls>Hello", '<｜DSML｜tool_calls><｜DSML｜invoke name="a b">'],
@@ -278,6 +280,12 @@ HOSTILE = {
     "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"],
     "kimi_k2": ["<|tool_calls_section_begin|>"],
     "gemma4": ["<|tool_call>call:run{", "<|tool_call>call:run{a:[", '<|tool_call>call:run{a:<|"|>'],
+    "minimax_m3": [
+        ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="get_time">',
+        "]<]minimax[>[<a>",
+        ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="run">]<]minimax[>[<options>',
+    ],
+    "kimi_k3": ['<|open|>tools<|sep|><|open|>call tool="run"<|sep|>', '<|open|>argument key="a" type="string"<|sep|>'],
     "openai": ["<|channel|>", "<|start|>", "<|channel|>commentary to=functions.f<|message|>{"],
 }
 
