@@ -70,8 +70,8 @@ class ModelConfig(ServedModel):
     next_token: NextToken = field(default_factory=NextToken)
     """The first of these modules."""
     chosen_max_position: int | None = None
-    """`max_position` with layers that choose the tokens they attend to, or attend within chunks, of a config for shorter sequences, of which
-    they see all."""
+    """`max_position` with layers that choose the tokens they attend to, or attend within chunks, of a config for shorter sequences, of
+    which they see all."""
     has_tiles: bool = False
     """Whether weights are in tiles where their formats have them so: `in_tiles`."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"

@@ -137,7 +137,9 @@ def write(name: str, config: PreTrainedConfig, output: Path) -> None:
         model = random_model(config, seed, scale)
         exact = copy.deepcopy(model).double()
         generator = torch.Generator().manual_seed(seed)
-        prompts = [torch.randint(config.get_text_config().vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+        prompts = [
+            torch.randint(config.get_text_config().vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS
+        ]
         goldens, logits = [], None
         for prompt in prompts:
             golden, margin, prompt_logits = compute(model, prompt)

@@ -52,14 +52,15 @@ def read(c: ConfigReader) -> ModelConfig:
     dense = replace(c.mlp(name="feed_forward"), width=c.integer("intermediate_size_mlp"))
     mlps: dict[bool, MLP | MoE] = {True: _moe(c), False: dense}
     sparse = _sparse_layers(c)
-    chunk, fields = c.integer_or_none("attention_chunk_size") if any(kinds) else None, {}
+    chunk = c.integer_or_none("attention_chunk_size") if any(kinds) else None
+    longest: int | None = None
     if chunk is not None and chunk < max_position and (c.max_model_len is None or c.max_model_len <= chunk):
-        chunk, max_position, fields = None, chunk, {"chosen_max_position": max_position}
+        chunk, max_position, longest = None, chunk, max_position
     layers = []
     for i, (turns, is_chunked) in enumerate(zip(has_rope, kinds, strict=True)):
         attention = replace(attentions[turns], chunk=chunk if is_chunked else None)
         layers.append(c.pre_norm_layer(attention, mlps[i in sparse]))
-    return c.decoder(layers, max_position, names=names, norm=c.rms_norm(norm), **fields)
+    return c.decoder(layers, max_position, names=names, norm=c.rms_norm(norm), chosen_max_position=longest)
 
 
 def _unturned(c: ConfigReader, attention: Attention) -> Attention:

@@ -63,8 +63,13 @@ def _attention(c: ConfigReader) -> tuple[Attention, int]:
 
 
 def _layer(c: ConfigReader, attention: Attention) -> Layer:
-    before = (c.rms_norm(name, weight_offset=1.0) for name in ("input_layernorm", "pre_feedforward_layernorm"))
-    names = ("post_attention_layernorm", "post_feedforward_layernorm")
-    after = (Norm(name, c.number("post_norm_eps"), weight_offset=1.0) for name in names)
+    eps = c.number("post_norm_eps")
     mlp = replace(c.mlp(), activation=c.activation("hidden_activation" if c.raw.get("hidden_activation") else "hidden_act"))
-    return Layer(attention, mlp, *before, *after)
+    return Layer(
+        attention,
+        mlp,
+        attention_norm=c.rms_norm("input_layernorm", weight_offset=1.0),
+        mlp_norm=c.rms_norm("pre_feedforward_layernorm", weight_offset=1.0),
+        attention_post_norm=Norm("post_attention_layernorm", eps, weight_offset=1.0),
+        mlp_post_norm=Norm("post_feedforward_layernorm", eps, weight_offset=1.0),
+    )

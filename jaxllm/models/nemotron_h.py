@@ -33,7 +33,17 @@ OMNI_NAMES = replace(
     embedding=f"language_model.{NAMES.embedding}",
     layer=f"language_model.{NAMES.layer}",
     head="language_model.lm_head",
-    ignored=("language_model.mtp.", "mtp.", "vision_", "radio_model.", "mlp1.", "sound_", "audio_", "embed_audio.", "multi_modal_"),
+    ignored=(
+        "language_model.mtp.",
+        "mtp.",
+        "vision_",
+        "radio_model.",
+        "mlp1.",
+        "sound_",
+        "audio_",
+        "embed_audio.",
+        "multi_modal_",
+    ),
 )
 """With those of encoders of images, videos and audio, which are not built."""
 KINDS = {"M": "M", "mamba": "M", "linear_attention": "M", "*": "*", "attention": "*", "full_attention": "*"}

@@ -509,7 +509,13 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         },
     ),
     "muse_glimmer": MuseGlimmerConfig(
-        text_config={**WIDE, "num_hidden_layers": 5, "sliding_window": 16, "output_multiplier": 0.5, "final_logit_softcapping": 8.0},
+        text_config={
+            **WIDE,
+            "num_hidden_layers": 5,
+            "sliding_window": 16,
+            "output_multiplier": 0.5,
+            "final_logit_softcapping": 8.0,
+        },
         vision_config={"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
     ),
     "ling_2_5": unlike.LingConfig(
@@ -686,7 +692,11 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 }
 
 
-ARCHITECTURES = {"sarvam_moe": "SarvamMoEForCausalLM", "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM", "plamo3": "Plamo3ForCausalLM"}
+ARCHITECTURES = {
+    "sarvam_moe": "SarvamMoEForCausalLM",
+    "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM",
+    "plamo3": "Plamo3ForCausalLM",
+}
 """Names on the hub of models that transformers calls otherwise, or does not have, by their model_type."""
 
 

@@ -41,7 +41,10 @@ PLAMO_NAMES = {
     "post_feedforward_layernorm": "post_mlp_norm",
     "model.layers.": "model.layers.layers.",
 }
-JOINED = {"mixer.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+JOINED = {
+    "mixer.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 def published_plamo(tensors: Tensors) -> Tensors:

@@ -23,7 +23,9 @@ _WORDS = {"None": "null", "True": "true", "False": "false"}
 class Gemma4(ToolDialect):
     """Reads JSON's quotes too, and words without quotes as strings unless they are JSON."""
 
-    def __init__(self, call: str = "<|tool_call>", end_call: str = "<tool_call|>", quote: str = '<|"|>', *, reasons: bool = True):
+    def __init__(
+        self, call: str = "<|tool_call>", end_call: str = "<tool_call|>", quote: str = '<|"|>', *, reasons: bool = True
+    ):
         """reasons: whether the models of the format do, so that calls may end reasoning."""
         self.openings, self.markers = (call,), (end_call, quote)
         self.ends_reasoning = reasons

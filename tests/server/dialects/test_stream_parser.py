@@ -235,8 +235,11 @@ WORDS = [
     *("</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜tool_calls>", "<function_calls>", "</function_calls>"),
     *("<|tool_call_start|>", "<|START_ACTION|>", '{"tool_name": "get_time"', "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     *("<answer>", "</answer>", "<response>", "</response>", "<ifm|tool_calls>", "<ifm|tool_call>", "<ifm|arg_key>"),
+    *("]<]minimax[>[", "<tool_call>", '<invoke name="get_time">', "<a>", "</a>", "<item>", "</item>", "</invoke>"),
+    *("<|open|>tools<|sep|>", '<|open|>call tool="run"<|sep|>', '<|open|>argument key="a" type="', 'object"<|sep|>'),
+    *("<|close|>argument<|sep|>", "<|close|>call<|sep|>", "<|close|>tools<|sep|>", "<start_function_call>", "<escape>"),
 ]
-PAIRS = [(tool, tool if tool in REASONING_DIALECTS else "qwen3") for tool in TOOL_DIALECTS]
+PAIRS = [(tool, tool if tool in REASONING_DIALECTS else "qwen3") for tool in TOOL_DIALECTS if tool != "hf"]  # needs a template
 PAIRS += [("hermes", reasoning) for reasoning in REASONING_DIALECTS.keys() - TOOL_DIALECTS.keys()]
 
 
