@@ -48,10 +48,11 @@ def plain_experts(
         row_M = start + jnp.arange(tile_rows)
         is_own_M = (row_M >= plan.start_N[tile]) & (row_M < plan.start_N[tile] + plan.count_N[tile])
         expert = plan.expert_N[tile]
-        up_CFD, down_DF = up_ECFD[expert].astype(x_TD.dtype), down_EDF[expert].astype(x_TD.dtype)
+        up_CFD = up_ECFD[expert].astype(x_TD.dtype)
+        first_FD, down_DF = up_CFD[0], down_EDF[expert].astype(x_TD.dtype)
         x_MD = lax.dynamic_slice_in_dim(x_PD, start, tile_rows)
-        hidden_MF = ACTIVATIONS[activation](product(x_MD, up_CFD[0]))
-        if up_CFD.shape[0] == 2:
+        hidden_MF = ACTIVATIONS[activation](product(x_MD, first_FD))
+        if len(up_CFD) == 2:
             hidden_MF = multiplied(hidden_MF, product(x_MD, up_CFD[1]), clamp)
         out_MD = product(hidden_MF.astype(x_TD.dtype), down_DF).astype(x_TD.dtype)
         kept_MD = lax.dynamic_slice_in_dim(out_PD, start, tile_rows)

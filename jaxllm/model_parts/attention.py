@@ -41,7 +41,7 @@ class Attention:
     window: int | None = None
     """Keys that a token sees, itself included, in an encoder on each side; None: all before it, in an encoder all."""
     chunk: int | None = None
-    """A token sees those before it of its own chunk of the sequence, of so many tokens; None: of all."""
+    """Tokens of a chunk of the sequence, of which a token sees only the same chunk; None: there are no chunks."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
     key_bias: bool = True

@@ -721,5 +721,5 @@ def model_class_of(config: PreTrainedConfig) -> Any:
 
 
 def published(config: PreTrainedConfig) -> Callable[[unlike.Tensors], unlike.Tensors] | None:
-    """What makes the tensors of a checkpoint of the hub of those that a model has saved; None: they are the same."""
+    """Function from a model's saved tensors to those of a checkpoint on the hub; None: they are the same."""
     return {"bailing_moe_v2_5": unlike.published_ling, "plamo3": unlike.published_plamo}.get(config.model_type)

@@ -72,7 +72,7 @@ class Xtml(ToolDialect):
 
 
 def _attributes(parser: "StreamParser") -> Reading[dict[str, str]]:
-    """Those of a tag, to whose end it reads."""
+    """Attributes of a tag, read to its end."""
     header, end = yield from parser.text_until(_HEADER, 2 * MAX_NAME)
     if end != SEP:
         raise Broken

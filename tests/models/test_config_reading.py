@@ -87,7 +87,9 @@ def test_every_family_has_a_variant():
     tested |= {arguments["family"] for arguments in PICTURES.values()}
     tested |= {path.parent.name for path in FOLDER.glob("*/audio.json")}
     tested |= {config.model_type for config, _ in ENCODERS.values()}
-    tested |= {config.text_config.model_type.removesuffix("_text") for config in VARIANTS.values() if hasattr(config, "text_config")}
+    tested |= {
+        config.text_config.model_type.removesuffix("_text") for config in VARIANTS.values() if hasattr(config, "text_config")
+    }
     tested |= {"mimo_v2", "nemotron_h_omni"}  # goldens of others as these name their tensors: tests/loaders
     tested.add("bailing_moe")  # Sarvam's mixture has the same parts and names; transformers has no other
     assert {model_type.removesuffix("_text") for model_type, _ in FAMILIES.values()} == tested

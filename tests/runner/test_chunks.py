@@ -11,7 +11,7 @@ PAGE, CHUNK, HEADS, WIDTH = 2, 6, 2, 4
 
 
 def dense(q_TKGH, k_SKH, v_SKH, first):
-    """Of tokens at positions from `first` on, over all keys before them in their chunk."""
+    """Attention outputs of tokens at positions from `first` on."""
     out = np.zeros(q_TKGH.shape)
     for i, q_KGH in enumerate(np.asarray(q_TKGH)):
         keys = slice((first + i) // CHUNK * CHUNK, first + i + 1)
