@@ -55,7 +55,7 @@ def read(c: ConfigReader) -> ModelConfig:
     chunk = c.integer_or_none("attention_chunk_size") if any(kinds) else None
     longest: int | None = None
     if chunk is not None and chunk < max_position and (c.max_model_len is None or c.max_model_len <= chunk):
-        chunk, max_position, longest = None, chunk, max_position
+        max_position, longest, chunk = chunk, max_position, None
     layers = []
     for i, (turns, is_chunked) in enumerate(zip(has_rope, kinds, strict=True)):
         attention = replace(attentions[turns], chunk=chunk if is_chunked else None)
