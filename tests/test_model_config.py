@@ -211,7 +211,11 @@ def test_step_3_5_as_its_checkpoint_says_it(read):
         "num_nextn_predict_layers": 1,
         "num_attention_heads": 64,
         "num_attention_groups": 8,
-        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 96, "num_attention_groups": 8},
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 96,
+            "num_attention_groups": 8,
+        },
         "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention", "sliding_attention"],
         "rope_theta": [5000000.0, *[10000.0] * 3, 5000000.0, 10000.0],
         "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5, 1.0],

@@ -24,12 +24,13 @@ def dense(q_TKGH, k_SKH, v_SKH, first):
 @pytest.mark.parametrize(
     ("rows", "num_queries"),
     [
-        ([(0, 5), (0, 0), (4, 9), (12, 1), (3, 3), (6, 13)], None),  # (computed before, tokens)
+        pytest.param([(0, 5), (0, 0), (4, 9), (12, 1), (3, 3), (6, 13)], None, marks=pytest.mark.slow),
         ([(0, 1), (5, 1), (6, 1), (17, 1)], 1),
         ([(0, 3), (4, 3), (5, 3), (9, 3)], 3),
     ],
 )
 def test_each_token_sees_its_chunk(rows, num_queries):
+    """rows: how many tokens of each were computed before, and how many are in the step."""
     rng, num_tokens = np.random.default_rng(0), sum(count for _, count in rows) + (2 if num_queries is None else 0)
     longest = max(first + count for first, count in rows)
     num_pages = -(-longest // PAGE)
