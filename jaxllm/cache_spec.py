@@ -212,7 +212,7 @@ def _spec(
     if attention is None:
         return RowState(())
     if isinstance(attention, StateMixer):
-        types = (config.dtype, "float32")
+        types = (config.dtype, "float32") if attention.has_convolution else ("float32",)
         shapes = zip(attention.state_shapes, types, strict=False)
         arrays = tuple(StateArray(attention.state_heads, shape, dtype) for shape, dtype in shapes)
         if not num_drafts:

@@ -16,6 +16,7 @@ from jaxllm.model_parts import (
     Head,
     LatentAttention,
     Layer,
+    LightningAttention,
     Mamba2,
     MoE,
     Names,
@@ -47,6 +48,8 @@ class ModelConfig(ServedModel):
     """Most tokens of a sequence, rope scaling counted in."""
     names: Names = field(default_factory=Names)
     embedding_scale: float = 1.0
+    embedding_norm: Norm | None = None
+    """Norm of the embeddings, without a weight."""
     """Factor of the embeddings of tokens."""
     positions: Positions | None = None
     head: Head = field(default_factory=Head)
@@ -67,7 +70,8 @@ class ModelConfig(ServedModel):
     next_token: NextToken = field(default_factory=NextToken)
     """The first of these modules."""
     chosen_max_position: int | None = None
-    """`max_position` with layers that choose the tokens they attend to, of a config for shorter sequences, of which they see all."""
+    """`max_position` with layers that choose the tokens they attend to, or attend within chunks, of a config for shorter sequences, of
+    which they see all."""
     has_tiles: bool = False
     """Whether weights are in tiles where their formats have them so: `in_tiles`."""
     model_class: str = "jaxllm.layers.decoder:CausalLM"
@@ -119,9 +123,9 @@ class ModelConfig(ServedModel):
         return tuple(part for part in self._attentions if isinstance(part, GatedDeltaNet))
 
     @property
-    def mambas(self) -> tuple[Mamba2, ...]:
-        """The distinct Mamba-2 parts, the same way."""
-        return tuple(part for part in self._attentions if isinstance(part, Mamba2))
+    def mambas(self) -> tuple[Mamba2 | LightningAttention, ...]:
+        """The distinct parts with the recurrence of Mamba-2, the same way."""
+        return tuple(part for part in self._attentions if isinstance(part, (Mamba2, LightningAttention)))
 
     @property
     def state_mixers(self) -> tuple[StateMixer, ...]:

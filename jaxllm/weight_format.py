@@ -70,7 +70,7 @@ class WeightSpec:
     split_outputs: int | None = None
     """The dimension of the outputs that devices split; None: each has them all. Weights of experts have one."""
     has_kernels: bool = True
-    """Whether there are kernels for its products. Experts without a gate have none: plain JAX takes one expert at a time."""
+    """Whether there are kernels for its products. Experts without a gate or with limits have none: plain JAX takes one at a time."""
 
 
 class Expected(NamedTuple):

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformers
+from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedConfig
 
-from scripts.tiny_configs import VARIANTS, architecture, class_name
+from scripts.tiny_configs import VARIANTS, architecture, model_class_of, published
 
 if TYPE_CHECKING:
     import torch  # imported where it is needed, because tests read FOLDER without it too
@@ -39,7 +40,7 @@ FEWEST_DISTINCT = 10
 LARGEST_ROUNDING = 2e-5
 """Rounding of logprobs."""
 
-OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Step3p7RMSNorm", "MuseGlimmerTextCenteredRMSNorm")
 """Classes of norms whose weights are stored from zero, and would make logits too large for float32 to tell them to 1e-4."""
 
 
@@ -53,7 +54,7 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
     import torch
 
     torch.manual_seed(seed)
-    model_class = getattr(transformers, class_name(config))
+    model_class = model_class_of(config)
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # which float64 needs
     model = model_class._from_config(config, dtype=torch.float32, **plain)
     with torch.no_grad():
@@ -70,7 +71,7 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
                 weight.normal_(0, 0.2)
             else:
                 # A tied head makes the last token the likeliest next one where its embedding is large.
-                is_tied = config.tie_word_embeddings and "embed" in name
+                is_tied = config.get_text_config().tie_word_embeddings and "embed" in name
                 weight.normal_(0, scale / 8 if is_tied else scale)
             weight.copy_(weight.to(torch.bfloat16))  # what the file will hold
         for name, buffer in model.named_buffers():  # of routers, for the choice of experts
@@ -86,6 +87,9 @@ def random_model(config: PreTrainedConfig, seed: int, scale: float) -> "torch.nn
 def save(model: "torch.nn.Module", directory: Path) -> None:
     """Write the model's files, with the name of its architecture on the hub."""
     model.save_pretrained(directory)
+    if (make := published(model.config)) is not None:
+        file = directory / "model.safetensors"
+        save_file(make(load_file(file)), file)
     file = directory / "config.json"
     raw = {**json.loads(file.read_text(encoding="utf-8")), "architectures": [architecture(model.config)]}
     file.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -133,7 +137,9 @@ def write(name: str, config: PreTrainedConfig, output: Path) -> None:
         model = random_model(config, seed, scale)
         exact = copy.deepcopy(model).double()
         generator = torch.Generator().manual_seed(seed)
-        prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+        prompts = [
+            torch.randint(config.get_text_config().vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS
+        ]
         goldens, logits = [], None
         for prompt in prompts:
             golden, margin, prompt_logits = compute(model, prompt)

@@ -65,7 +65,8 @@ TESTED = """
   (`tests/end_to_end/test_parity.py`: chunks, preemption, prefix caching; `test_parity_in_parallel.py`: several devices) must agree
   within 1e-4 and token by token.
 - The logits of the others are compared with `transformers` itself, in CI, where torch is installed
-  (`tests/models/test_transformers_live.py`). `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with
+  (`tests/models/test_transformers_live.py`); of Ling 2.5 and PLaMo 3, which it does not have, with its DeepSeek-V3 and Gemma 3, changed
+  as these models' releases say. `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with
   `JAXLLM_GOLDENS=DIR`.
 - Whisper and Qwen 2 Audio have what their encoders make of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`,
   `make_audio_token_golden.py`, `tests/end_to_end/test_whisper.py`, `test_audio_tokens.py`).
@@ -80,8 +81,9 @@ FOOT = """
 {supported}
 
 `--quantization` makes 16-bit weights smaller while they load. Embedding, head, norms and what makes the gates of
-linear attention keep the model's type. So do experts without a gate (Nemotron 3), unless a checkpoint has them in 8 or
-4 bits: no kernel multiplies these, and a step widens each expert that a token chooses.
+linear attention keep the model's type. So do experts without a gate (Nemotron 3) or with limits of their values (the last
+layers of Step 3.5), unless a checkpoint has them in 8 or 4 bits: no kernel multiplies these, and a step widens each expert
+that a token chooses.
 
 | value | weights | activations | bits per byte of the demo model |
 |---|---|---|---|

@@ -180,7 +180,7 @@ def test_gemma_3_that_sees_images_names_few_numbers_of_its_text_model(read):
     assert config.max_position == 131072
 
 
-def test_llama_4_serves_one_chunk_of_attention(read):
+def test_llama_4_attends_within_chunks_where_sequences_are_longer(read):
     """As Llama-4-Scout names its numbers; those that it leaves out are the defaults."""
     scaling = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
     scaling["original_max_position_embeddings"] = 8192
@@ -194,11 +194,70 @@ def test_llama_4_serves_one_chunk_of_attention(read):
     interleaved = read({**scout, "text_config": {**text, "interleave_moe_layer_step": 2}})
     assert [layer.mlp.width for layer in interleaved.layers] == [16384, 8192] * 4
     assert [isinstance(layer.mlp, MoE) for layer in interleaved.layers] == [False, True] * 4
-    with pytest.raises(
-        ModelLoadError, match="max_model_len is 9000, but attention_chunk_size is 8192, .* use --max-model-len 8192"
-    ):
-        read(scout, max_model_len=9000)
+    assert config.chosen_max_position == 10485760 and {layer.attention.chunk for layer in config.layers} == {None}
+    longer = read(scout, max_model_len=9000)
+    assert (longer.max_position, longer.chosen_max_position) == (10485760, None)
+    assert [layer.attention.chunk for layer in longer.layers] == ([8192] * 3 + [None]) * 2
     assert read({**scout, "text_config": {**text, "no_rope_layers": [0] * 8}}, max_model_len=9000).max_position == 10485760
+
+
+def test_step_3_5_as_its_checkpoint_says_it(read):
+    """Lists go on with the modules for multi-token prediction."""
+    llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0}
+    given = {
+        "architectures": ["Step3p5ForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 5,
+        "num_nextn_predict_layers": 1,
+        "num_attention_heads": 64,
+        "num_attention_groups": 8,
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 96,
+            "num_attention_groups": 8,
+        },
+        "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+        "rope_theta": [5000000.0, *[10000.0] * 3, 5000000.0, 10000.0],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5, 1.0],
+        "rope_scaling": {**llama3, "original_max_position_embeddings": 131072},
+        "yarn_only_types": ["full_attention"],
+        "max_position_embeddings": 262144,
+        "moe_layers_enum": "3,4",
+        "moe_num_experts": 288,
+        "moe_top_k": 8,
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits": [0.0, 0.0, 0.0, 0.0, 7, 0.0],
+        "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.0, 16, 0.0],
+        "use_head_wise_attn_gate": True,
+        "zero_centered": True,
+    }
+    config = read(given)
+    assert (config.num_spare_layers, config.max_position) == (1, 262144)
+    attentions = [layer.attention for layer in config.layers]
+    assert [(part.num_heads, part.num_kv_heads, part.window) for part in attentions] == [
+        (64, 8, None),
+        *[(96, 8, 512)] * 3,
+        (64, 8, None),
+    ]
+    assert [(part.rope.kind, part.rope.theta, part.rope.rotary_dim) for part in attentions[:2]] == [
+        ("llama3", 5e6, 64),
+        ("default", 1e4, None),
+    ]
+    assert [isinstance(layer.mlp, MoE) for layer in config.layers] == [False] * 3 + [True] * 2
+    assert [(layer.mlp.clamp, layer.mlp.shared.clamp, layer.mlp.routing.scale) for layer in config.layers[3:]] == [
+        (None, None, 3.0),
+        (7.0, 16.0, 3.0),
+    ]
+    with pytest.raises(ModelLoadError, match="swiglu_limits is .*, must be a list of 5 numbers"):
+        read({**given, "swiglu_limits": [1.0, -1.0, 0.0, 0.0, 0.0]})
+
+
+def test_plamo_3_has_a_window_for_each_layer(read):
+    config = read({"architectures": ["Plamo3ForCausalLM"], "num_hidden_layers": 3, "sliding_window": [2048, None, 64]})
+    assert [layer.attention.window for layer in config.layers] == [2048, None, 64]
+    assert [layer.attention.rope.theta for layer in config.layers] == [1e4, 1e6, 1e4]
+    config = read({"architectures": ["Plamo3ForCausalLM"], "num_hidden_layers": 8, "sliding_window": 2048})
+    assert [layer.attention.window for layer in config.layers] == [2048] * 7 + [None]
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])

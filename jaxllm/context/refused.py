@@ -11,6 +11,7 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
     faults = (
         (bool(model.latent_attentions), "has latent attention, whose cache is not split by tokens"),
         (bool(model.state_mixers), "has linear attention or other layers with states by row, which sum up all tokens in order"),
+        (any(part.chunk for part in model.attentions), "has layers that attend within chunks, which devices do not share"),
         (
             model.model_class != ModelConfig.model_class,
             f"is computed by {model.model_class}, and only jaxllm's own decoder shares out tokens",

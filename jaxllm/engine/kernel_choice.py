@@ -245,7 +245,7 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, expert_types: Sequence[str | No
             interpret=not on_gpu,
         )
         for part in model.mixtures
-        if part.gated
+        if part.has_kernels
         for weight_dtype in expert_types or (None,)
     )
     return {"expert_choice": choice, "grouped_matmul": experts}

@@ -146,7 +146,7 @@ def _expert_choice(engine: _Engine) -> tuple[expert_choice.Shapes, ...]:
 
 def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     model, tensor_parallel = engine.model, engine.tensor_parallel
-    mixtures = engine.tiles.experts or tuple((part, None) for part in model.mixtures if part.gated)
+    mixtures = engine.tiles.experts or tuple((part, None) for part in model.mixtures if part.has_kernels)
     return tuple(
         grouped_matmul.Shapes(
             dtype=model.dtype,
@@ -201,7 +201,7 @@ def shapes_of_tiles(models: Iterable[nnx.Module], dtype: str) -> tuple[quantized
 def tiled_weights(models: Sequence[nnx.Module], dtype: str) -> TiledWeights:
     """The weights in tiles of models that compute in this type."""
     mixtures = [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, MixtureOfExperts)]
-    experts = dict.fromkeys((mixture.part, _experts_in_tiles(mixture)) for mixture in mixtures)
+    experts = dict.fromkeys((each.part, _experts_in_tiles(each)) for each in mixtures if each.part.has_kernels)
     has_tiles = any(stored is not None for _, stored in experts)
     return TiledWeights(shapes_of_tiles(models, dtype), tuple(experts) if has_tiles else ())
 

@@ -390,11 +390,17 @@ def resolve_sizes(
         logger.info("prompts of the checkpoint, for clients to write before their texts: %s", model_config.pooling.prompt_names)
     if model_config.chosen_max_position is not None and config.model.max_model_len in (None, AUTO_MODEL_LEN):
         logger.warning(
-            "requests may have up to %d tokens, all of which layers attend to; --max-model-len, up to %d, makes them choose tokens of "
-            "longer ones, in programs that have not run on GPUs",
+            "requests may have up to %d tokens, all of which layers attend to; --max-model-len, up to %d, makes them choose tokens or "
+            "attend within chunks of longer ones, in programs that have not run on GPUs",
             *(model_config.max_position, model_config.chosen_max_position),
         )
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
+    for chunk in {part.chunk for part in model_config.attentions} - {None}:
+        if chunk % config.cache.block_size:  # type: ignore[operator]
+            raise ConfigError(
+                f"block_size is {config.cache.block_size}, must divide the {chunk} tokens of a chunk, within which layers attend; give a "
+                f"block_size that does, or --max-model-len {chunk} or less"
+            )
     if model_config.encoder is not None:
         encoders.check_options(config, model_config)
         config = encoders.with_whole_prompts(config, model_config, asked=asked, on_gpu=on_gpu)

@@ -58,9 +58,10 @@ class Attend(Protocol):
         soft_cap: float | None,
         sinks_KG: Array | None = None,
         reads_layer: int | None = None,
+        chunk: int | None = None,
     ) -> Array:
         """Outputs [T, K, G, H]; query head n is (n // G, n % G). sinks_KG: float32, see `Attention.sinks`. reads_layer: the layer whose
-        keys and values are read, in place of those of the projection."""
+        keys and values are read, in place of those of the projection. chunk: see `Attention.chunk`."""
         ...
 
 

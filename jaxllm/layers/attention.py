@@ -49,8 +49,12 @@ class GroupedQueryAttention(nnx.Module):
         self.value = nnx.data(None)
         V = part.value_dim or H
         if part.value_dim is not None:
-            assert len(part.qkv) == 3 and not part.bias and not part.transposed, "no family stores other values so"
-            value, axes = Module(modules.pop().name, (stored_K, V)), ("embed", "heads", "head")
+            assert not part.bias and not part.transposed, "no family stores other values so"
+            modules[-1] = Module(modules[-1].name, (stored_K, V))
+        if part.qkv_runs > 1 or (len(part.qkv) == 1 and part.value_dim is not None):
+            modules = in_one_tensor(modules, part.qkv_runs)
+        if part.value_dim is not None:
+            value, axes = modules.pop(), ("embed", "heads", "head")
             self.value = Linear("td,dkh->tkh", (inputs, K, V), axes, config.dtype, modules=[value])
         self.qkv = Linear(
             "td,dkgh->tkgh",
@@ -151,7 +155,7 @@ class GroupedQueryAttention(nnx.Module):
             window=part.window,
             soft_cap=part.soft_cap,
             sinks_KG=None if self.sinks is None else self.sinks[...],
-            **({} if part.reads_layer is None else {"reads_layer": part.reads_layer}),
+            **{name: value for name in ("reads_layer", "chunk") if (value := getattr(part, name)) is not None},
         )
         out_TKGH = out_TKGH if part.value_dim is None else out_TKGH[..., : part.value_dim]
         if part.value_scale != 1.0:
@@ -201,6 +205,12 @@ class GroupedQueryAttention(nnx.Module):
         else:
             q, k = self.q_norm.over_all(q, shards), self.k_norm.over_all(k, shards)
         return jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+
+
+def in_one_tensor(modules: Sequence[Module], runs: int) -> list[Module]:
+    """Modules of one tensor, of which each of these runs has an equal part of each, in order."""
+    sizes = [module.num_rows // runs for module in modules]
+    return [replace(each, within=(sum(sizes[:i]), sum(sizes), runs)) for i, each in enumerate(modules)]
 
 
 class HeadNorm(nnx.Module):

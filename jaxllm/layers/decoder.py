@@ -14,6 +14,7 @@ from jaxllm.layers.classifier import ClassifierHead
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
 from jaxllm.layers.gated_delta_net import GatedDelta
 from jaxllm.layers.latent_attention import MultiHeadLatentAttention
+from jaxllm.layers.lightning import LightningMixer
 from jaxllm.layers.mamba2 import Mamba2Mixer
 from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
@@ -22,7 +23,7 @@ from jaxllm.layers.runs import starts
 from jaxllm.layers.short_conv import GatedShortConv
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, Mamba2, MoE, ShortConv
+from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, LightningAttention, Mamba2, MoE, ShortConv
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels.quantize import Sums, scaled
 
@@ -31,11 +32,12 @@ Run = tuple[Array, Any]
 as `Step.add_and_norm` makes it."""
 
 
-AnyMixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | Mamba2Mixer | GatedShortConv
+AnyMixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | LightningMixer | Mamba2Mixer | GatedShortConv
 _ATTENTION: dict[type, Callable[..., AnyMixer]] = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
     GatedDeltaNet: GatedDelta,
+    LightningAttention: LightningMixer,
     Mamba2: Mamba2Mixer,
     ShortConv: GatedShortConv,
 }
@@ -107,12 +109,13 @@ class DecoderBlock(nnx.Module):
         """The runs with these partial products, summed up, normed by post_norm and scaled, added to x."""
         joined = []
         for part_TD, (x_TD, _) in zip(parts, runs, strict=True):
-            if self.parts.residual_scale != 1.0:
-                part_TD = scaled(part_TD) * self.parts.residual_scale
+            scale = self.parts.residual_scale
             if isinstance(post_norm, NoNorm):
+                part_TD = part_TD if scale == 1.0 else scaled(part_TD) * scale
                 joined.append(step.add_and_norm(part_TD, x_TD, next_norm))
             else:
-                x_TD = x_TD + step.shards.add_and_norm(scaled(part_TD), None, post_norm)[1]
+                added_TD = step.shards.add_and_norm(scaled(part_TD), None, post_norm)[1]
+                x_TD = x_TD + (added_TD if scale == 1.0 else added_TD * scale)
                 joined.append((x_TD, next_norm(x_TD)))
         return joined
 
@@ -137,6 +140,7 @@ class CausalLM(nnx.Module):
             Embedding(config, config.names.embedding) if is_first or (has_logits and config.tie_word_embeddings) else None
         )
         self.embedding: Embedding = embedding  # type: ignore[assignment]  # no stage without one computes with it
+        self.embedding_norm = make_norm(config.embedding_norm, config.hidden_size, config.dtype)
         has_positions = config.positions is not None and is_first
         self.positions = PositionEmbedding(config, config.positions) if has_positions else None  # type: ignore[arg-type]
         blocks = [self.make_block(config, i) if i in layers else None for i in range(config.num_layers)]
@@ -173,9 +177,17 @@ class CausalLM(nnx.Module):
             if self.positions is not None:
                 learned_TD = self.positions(positions_T)
                 part_TD += learned_TD if shards.size == 1 else jnp.where(shards.index == 0, learned_TD, 0)
-            runs.append(step.add_and_norm(part_TD, None, self._norm_before(0)))
+            runs.append(self._entered(part_TD, step))
         keep_features(runs, step, 0)
         return runs
+
+    def _entered(self, part_TD: Array, step: Step) -> Run:
+        """Embeddings, of which this is the device's part of the sum, before the first layer."""
+        norm = self._norm_before(0)
+        if isinstance(self.embedding_norm, NoNorm):
+            return step.add_and_norm(part_TD, None, norm)
+        normed_TD = step.shards.add_and_norm(part_TD, None, self.embedding_norm)[1]
+        return normed_TD, norm(normed_TD)
 
     def enter(self, step: Step) -> list[Run]:
         """The tokens before the first layer of a later stage."""

@@ -27,10 +27,13 @@ def dense_attend(positions_T: Array, segment_ids_T: Array | None = None, num_lat
         soft_cap: float | None,
         sinks_KG: Array | None = None,
         reads_layer: int | None = None,
+        chunk: int | None = None,
     ) -> Array:
         q_TKGH, *own = projection.finished()
         k_TKH, v_TKH = written[layer] = (own[0], own[1]) if reads_layer is None else written[reads_layer]
         visible_TS = _visible(positions_T, segment_ids_T, window, num_later_T)
+        if chunk is not None:
+            visible_TS &= positions_T[:, None] // chunk == positions_T[None, :] // chunk
         return _attend(q_TKGH, k_TKH, v_TKH, visible_TS, scale, soft_cap, sinks_KG)
 
     return attend

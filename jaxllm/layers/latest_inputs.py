@@ -93,29 +93,32 @@ class LatestInputs:
         return new_N.at[row_R].set(jnp.where(is_old_R, old_R, new_N[row_R]))
 
 
-def mix(compute: Mix, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows) -> tuple[Array, tuple[Array, ...]]:
+def mix(
+    compute: Mix, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows, *, has_convolution: bool = True
+) -> tuple[Array, tuple[Array, ...]]:
     """The outputs of a step's tokens, and all that the layer keeps behind them.
 
     inputs: [T, K, C] each. arrays: what the layer keeps, as many states by row as there are inputs and, in an engine with drafts, behind
-    them latest inputs.
+    them latest inputs. has_convolution: whether the first state is that of a convolution; else all are like the others.
     """
     states, latest = arrays[: len(inputs)], arrays[len(inputs) :]
     if not latest:
         return compute(inputs, states, rows)
-    return _mix_drafts(compute, inputs, states, LatestInputs(latest[:-1], latest[-1], rows))
+    return _mix_drafts(compute, inputs, states, LatestInputs(latest[:-1], latest[-1], rows), has_convolution)
 
 
 def _mix_drafts(
-    compute: Mix, inputs: Sequence[Array], arrays: tuple[Array, ...], latest: LatestInputs
+    compute: Mix, inputs: Sequence[Array], arrays: tuple[Array, ...], latest: LatestInputs, has_convolution: bool
 ) -> tuple[Array, tuple[Array, ...]]:
     """As `mix`, in an engine with drafts."""
-    rows, right, (convolved, *_) = latest.rows, latest.right(), arrays
-    _, (_, *others) = compute(right, arrays, latest.kept_rows, latest.is_right_T11)
-    arrays = (convolved_before(right[0], latest.num_right_R, convolved, rows), *others)
+    rows, right, before = latest.rows, latest.right(), arrays
+    _, arrays = compute(right, arrays, latest.kept_rows, latest.is_right_T11)
+    if has_convolution:
+        arrays = (convolved_before(right[0], latest.num_right_R, before[0], rows), *arrays[1:])
     kept = latest.kept(inputs)
     if rows.query_start_R1 is not None and latest.spans.has_drafts_R is None:
         own = rows._replace(row_R=jnp.arange(len(rows.row_R), dtype=jnp.int32))
-        copied_R1 = jnp.append(rows.row_R, len(convolved) - 1)  # the last row of the states takes writes of padding
+        copied_R1 = jnp.append(rows.row_R, len(before[0]) - 1)  # the last row of the states takes writes of padding
         out, _ = compute(inputs, tuple(array[copied_R1] for array in arrays), own)
         return out, (*arrays, *kept)
     old = [array[rows.row_R] for array in arrays]

@@ -50,7 +50,8 @@ class FeedForward(nnx.Module):
         (down,) = (f"{prefix}{name}" for name in part.linears["down"])
         self.activation = ACTIVATIONS[part.activation]
         self.gated = part.gated
-        self.is_swiglu = part.gated and part.activation == "silu"
+        self.clamp = part.clamp
+        self.is_swiglu = part.gated and part.activation == "silu" and part.clamp is None
         self.gate_up = Linear(
             "td,dcf->tcf",
             (D, C, F),
@@ -84,4 +85,11 @@ class FeedForward(nnx.Module):
             return step.sums(self.down, silu_up_quantize(gate_up_TCF, **step.quantization), start)
         gate_up_TCF = scaled(gate_up_TCF)
         x_TF = (self.activation if self.xielu is None else self.xielu)(gate_up_TCF[:, 0])
-        return step.sums(self.down, x_TF * gate_up_TCF[:, 1] if self.gated else x_TF, start)
+        if self.gated:
+            x_TF = multiplied(x_TF, gate_up_TCF[:, 1], self.clamp)
+        return step.sums(self.down, x_TF, start)
+
+
+def multiplied(gate: Array, up: Array, clamp: float | None) -> Array:
+    """The product of what the activation of a gate gives and of up, within their limits (`MLP.clamp`)."""
+    return gate * up if clamp is None else jnp.minimum(gate, clamp) * jnp.clip(up, -clamp, clamp)

@@ -1,6 +1,7 @@
 """A mixture of experts."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -106,15 +107,15 @@ class MixtureOfExperts(nnx.Module):
         step.note_choice(self.name, expert_Tk)
         taken_TD = x_TD if self.into_latent is None else step.product(self.into_latent, x_TD, start)
         gate_up_E2FD, down_EDF = self.gate_up[...], self.down[...]
-        if self.part.gated and (isinstance(gate_up_E2FD, Array) or isinstance(down_EDF, Array)):
+        if self.part.has_kernels and (isinstance(gate_up_E2FD, Array) or isinstance(down_EDF, Array)):
             gate_up_E2FD, down_EDF = _arrays(gate_up_E2FD, down_EDF, x_TD.dtype)
         if self.part.weighs_input:
             taken_TD, weight_Tk = (x_TD * weight_Tk).astype(x_TD.dtype), jnp.ones_like(weight_Tk)
         biases: dict[str, Any] = {}
-        if self.part.gated:
+        if self.part.has_kernels:
             gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
             biases = {"gate_up_bias_E2F": gate_up_bias, "down_bias_ED": self._down_bias(shards)}
-        plain = None if self.part.gated else plain_experts
+        plain = None if self.part.has_kernels else partial(plain_experts, clamp=self.part.clamp)
         out_TD = step.experts_of(self.name, start, are_whole=self.part.by_expert, plain=plain)(
             taken_TD,
             step.slots_of(self.name, expert_Tk, start),
@@ -176,7 +177,7 @@ def _weight(
     *_, splits_outputs, splits_inputs = (MESH_AXES[axis] is not None for axis in axes)
     split_outputs = 0 if splits_outputs else None
     spec = ParamSpec(shape, axes, config.dtype, source)
-    weight = WeightSpec(spec, splits_inputs=splits_inputs, split_outputs=split_outputs, has_kernels=part.gated)
+    weight = WeightSpec(spec, splits_inputs=splits_inputs, split_outputs=split_outputs, has_kernels=part.has_kernels)
     return declare(config.formats, weight)
 
 
@@ -184,7 +185,7 @@ def _sources(config: ModelConfig, part: MoE, gates: list[str], down: str) -> tup
     """Sources of gate and up, and of down."""
     E, D, F = part.routing.num_experts, part.latent_dim or config.hidden_size, part.width
     if not part.transposed:
-        shape = (1, F, D) if not part.gated else (F, D) if "{}" in gates[0] else (2, F, D)
+        shape = (F, D) if part.gated and "{}" in gates[0] else (3 - len(gates) if part.gated else 1, F, D)
         return _experts([f"{name}{part.ending}" for name in gates], E, shape), _experts([f"{down}{part.ending}"], E, (D, F))
     halves = Source((Tensor(gates[0], (E, D, 2 * F), (E, D, 2, F)),), 0, (0, 2, 3, 1))
     gate_up_source = _alternating(gates[0], (E, D, F, 2)) if part.alternating else halves
@@ -197,13 +198,13 @@ def _in_slots(source: Source | Stacked, part: MoE) -> Source | Stacked:
 
 
 def _experts(names: list[str], num_experts: int, shape: tuple[int, ...]) -> Source | Stacked:
-    """The weights of all experts, of a tensor per expert and name, or of one of all."""
+    """The weights of all experts, of a tensor per expert and name, or of all experts per name."""
     if "{}" in names[0]:
         per_expert = [Tensor(name.format(i), shape[-2:], shape) for i in range(num_experts) for name in names]
         return Stacked(tuple(per_expert), (num_experts, len(names)) if len(names) > 1 else (num_experts,))
     whole = (num_experts, *shape)
     stored = (num_experts, math.prod(shape[:-1]), shape[-1])
-    return Source((Tensor(names[0], stored, whole),), 0, tuple(range(len(whole))))
+    return Source(tuple(Tensor(name, stored, whole) for name in names), min(1, len(names) - 1), tuple(range(len(whole))))
 
 
 def _alternating(name: str, view: tuple[int, ...]) -> Source:

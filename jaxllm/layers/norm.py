@@ -24,7 +24,7 @@ class Normalization(nnx.Module):
     def __init__(self, norm: Norm, width: int, axis: str, dtype: str, *, prefix: str = ""):
         name, self.norm = f"{prefix}{norm.name}", norm
         init: Init = "zeros" if norm.weight_offset else "ones"
-        self.weight = abstract_param((width,), (axis,), dtype, source=f"{name}.weight", init=init)
+        self.weight = abstract_param((width,), (axis,), dtype, source=f"{name}.weight", init=init) if norm.weighted else None
         self.bias = abstract_param((width,), (axis,), dtype, source=f"{name}.bias", init="zeros") if norm.bias else None
         self.before_quantized = False
         """Whether all that takes its result are linear layers that quantise what they multiply."""
@@ -36,11 +36,13 @@ class Normalization(nnx.Module):
     @property
     def is_plain(self) -> bool:
         """Whether it is x / rms(x) * weight."""
-        return not (self.norm.centred or self.norm.weight_offset or self.norm.bias)
+        return self.norm.weighted and not (self.norm.centred or self.norm.weight_offset or self.norm.bias)
 
     @property
     def factor(self) -> Array:
         """Factor of the normed values."""
+        if self.weight is None:
+            return jnp.ones(())
         weight = self.weight[...]
         return weight.astype(jnp.float32) + self.norm.weight_offset if self.norm.weight_offset else weight
 

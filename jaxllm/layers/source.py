@@ -29,6 +29,8 @@ class Tensor:
     """Zeros behind the view's first dimension: tokens that fill up a vocabulary."""
     rows: tuple[int, int] | None = None
     """The view is of this range of the stored outputs; None: of all."""
+    runs: int = 1
+    """The stored outputs are so many equal runs, and `rows` is the range of each."""
     columns: tuple[int, int, int] | None = None
     """(start, stop, size): a dimension of the view is this range of one of `size`; None: all are whole."""
     columns_axis: int = 1
@@ -63,19 +65,24 @@ class Tensor:
         if self.columns is not None:
             self._seen(array)[...] = part
             return
-        stored = array.T if self.transposed else array
-        rows = slice(None) if self.rows is None else slice(*self.rows)
-        stored[rows] = part.reshape(stored[rows].shape)
+        rows = self._rows_of(array.T if self.transposed else array)
+        rows[...] = part.reshape(rows.shape)
 
     def _seen(self, array: np.ndarray) -> np.ndarray:
         """The view of the stored tensor, without copies and padding."""
-        stored = array.T if self.transposed else array
-        stored = stored if self.rows is None else stored[slice(*self.rows)]
+        stored = self._rows_of(array.T if self.transposed else array)
         if self.columns is None:
             return stored.reshape(self.view)
         (start, stop, size), axis = self.columns, self.columns_axis
         whole = stored.reshape(*self.view[:axis], size, *self.view[axis + 1 :])
         return whole[(slice(None),) * axis + (slice(start, stop),)]
+
+    def _rows_of(self, stored: np.ndarray) -> np.ndarray:
+        """The outputs that the view is of: a view of the stored ones, [runs, outputs, ...] of several runs."""
+        if self.rows is None:
+            return stored
+        start, stop = self.rows
+        return stored[start:stop] if self.runs == 1 else stored.reshape(self.runs, -1, *stored.shape[1:])[:, start:stop]
 
     def _read(self, seen: np.ndarray, index: Index) -> np.ndarray:
         if self.picks is not None:
@@ -143,8 +150,7 @@ class Source:
 
     def picked(self, picks: tuple[int, ...]) -> "Source":
         """The source of a parameter with these indices of the view's first dimension, in this order."""
-        (tensor,) = self.tensors
-        return replace(self, tensors=(replace(tensor, picks=picks),))
+        return replace(self, tensors=tuple(replace(tensor, picks=picks) for tensor in self.tensors))
 
     def output_major(self) -> "Source":
         """The source without permutation: of the parameter with the outputs before the inputs."""
@@ -278,6 +284,9 @@ class Module:
     """(start, stop, size): the last of these is this range of one of `size`; None: it is whole."""
     distributed: bool = False
     """See `Tensor.distributed`."""
+    within: tuple[int, int, int] | None = None
+    """(first, size, count): the tensor has `count` runs of `size` outputs, and this module's are an equal part of each from the first on;
+    None: the tensor has those of the modules of this name, in order."""
 
     @property
     def num_rows(self) -> int:
@@ -306,15 +315,19 @@ def output_major(
     for m in modules:
         start = used[m.name]
         used[m.name] = end = start + m.num_rows
-        rows = None if end - start == num_rows[m.name] else (start, end)
-        shape = (num_rows[m.name], *((math.prod(inputs),) if inputs else ()), *trailing)
+        stored, runs = num_rows[m.name], 1
+        rows = None if end - start == stored else (start, end)
+        if m.within is not None:
+            first, size, runs = m.within
+            stored, rows = size * runs, (first, first + m.num_rows // runs)
+        shape = (stored, *((math.prod(inputs),) if inputs else ()), *trailing)
         is_transposed = transposed and bool(inputs)
         name, view = f"{m.name}.{kind}", (*m.outputs, *inputs)
         shape = shape[::-1] if is_transposed else shape
         last = len(m.outputs) - 1
         places: dict[str, Any] = {"order": m.order, "order_axis": last, "columns": m.columns, "columns_axis": last}
         places["distributed"] = m.distributed
-        tensors.append(Tensor(name, shape, view, rows=rows, transposed=is_transposed, **places))
+        tensors.append(Tensor(name, shape, view, rows=rows, runs=runs, transposed=is_transposed, **places))
     num_outputs = len(modules[0].outputs)
     permutation = (*range(num_outputs, num_outputs + len(inputs)), *range(num_outputs))
     return Source(tuple(tensors), joined, permutation)

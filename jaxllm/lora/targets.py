@@ -119,7 +119,7 @@ def _adaptable(part: nnx.Module) -> Iterator[Adaptable]:
     if isinstance(part, Linear):
         yield Adaptable(name_of(part), _modules_of(part), partial(Target.of_linear, part))
     if isinstance(part, MixtureOfExperts):
-        if part.part.gated:
+        if part.part.has_kernels:
             yield Adaptable(part.name, modules_of(part), partial(ExpertsTarget, part))
         yield _of_scores(part.router_name, part.router)
         if part.shared_gate is not None:

@@ -9,6 +9,7 @@ from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
 from jaxllm.model_parts.decoder import Head, Layer, Names, Positions, StateMixer, TokenMixer
 from jaxllm.model_parts.encoder import Classifier, ClassifierHidden, Encoder
 from jaxllm.model_parts.gemma4 import Gemma4Layer, PerLayerEmbedding
+from jaxllm.model_parts.lightning import LightningAttention
 from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
 from jaxllm.model_parts.next_token import NextToken
@@ -33,6 +34,7 @@ __all__ = [
     "Head",
     "LatentAttention",
     "Layer",
+    "LightningAttention",
     "Mamba2",
     "Merger",
     "MergerLinear",

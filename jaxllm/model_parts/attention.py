@@ -1,7 +1,7 @@
 """The attention parts of layers."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope
@@ -40,6 +40,8 @@ class Attention:
     """None: without positions."""
     window: int | None = None
     """Keys that a token sees, itself included, in an encoder on each side; None: all before it, in an encoder all."""
+    chunk: int | None = None
+    """Tokens of a chunk of the sequence, of which a token sees only the same chunk; None: there are no chunks."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
     key_bias: bool = True
@@ -81,6 +83,8 @@ class Attention:
     name: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """One name: a tensor with the rows of all three, queries first."""
+    qkv_runs: int = 1
+    """That tensor has so many runs, each with the rows of as many heads, queries first."""
     out: str = "o_proj"
     transposed: bool = False
     """Whether the checkpoint holds the weights as [inputs, outputs]."""
@@ -110,7 +114,7 @@ class Attention:
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
         """The checkpoint's modules that each linear layer is made of."""
-        parts = {"qkv": self.qkv} if self.value_dim is None else {"qkv": self.qkv[:2], "value": self.qkv[2:]}
+        parts = {"qkv": self.qkv} if self.value_dim is None else {"qkv": self.qkv[:2], "value": self.qkv[-1:]}
         parts |= {"gate": (self.gate.name,)} if self.gate is not None else {}
         return {part: tuple(f"{self.name}.{name}" for name in names) for part, names in (parts | {"out": (self.out,)}).items()}
 
@@ -181,6 +185,7 @@ class LatentAttention:
     index: TokenIndex | None = None
     """The index that chooses them; None: they are those of the latest layer that has one."""
     name: str = "self_attn"
+    out: str = "o_proj"
     copies: int = 1
     """Devices that hold the latents of all tokens: each needs them whole for its heads."""
 
@@ -199,7 +204,7 @@ class LatentAttention:
         """The checkpoint's modules that each linear layer is made of."""
         query, latents = ("q_proj", []) if self.query_dim is None else ("q_b_proj", ["q_a_proj"])
         latents.append("kv_a_proj_with_mqa")
-        parts = {"latents": latents, "query": [query], "key_value": ["kv_b_proj"], "out": ["o_proj"]}
+        parts = {"latents": latents, "query": [query], "key_value": ["kv_b_proj"], "out": [self.out]}
         if self.index is not None:
             within = self.index.name.removeprefix(f"{self.name}.")
             parts |= {"index_query": [f"{within}.wq_b"], "index_key": [f"{within}.wk"]}
@@ -247,6 +252,9 @@ class GatedDeltaNet:
     """Whether the checkpoint has queries, keys and values of all heads one after the other, and the gates, the decays and the strengths
     apart, instead of two products in the order of the key heads."""
     name: str = "linear_attn"
+
+    has_convolution: ClassVar[bool] = True
+    """See `StateMixer`."""
 
     @property
     def group_size(self) -> int:

@@ -1,6 +1,7 @@
 """The Mamba-2 part of layers."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from jaxllm.model_parts.norm import Norm
 
@@ -32,6 +33,9 @@ class Mamba2:
     name: str = "mamba"
     group_replicas: int = 1
     """Number of devices that share the heads of a group, each with a copy of its vectors; copies count as groups."""
+
+    has_convolution: ClassVar[bool] = True
+    """See `StateMixer`."""
 
     @property
     def group_size(self) -> int:

@@ -17,6 +17,8 @@ class MLP:
     gated: bool = True
     xielu: str | None = None
     """The module with the numbers of the activation xIELU, which then stands in place of `activation`; without a gate."""
+    clamp: float | None = None
+    """Most of what the activation of a gate gives, and of the size of what it is multiplied by; None: any."""
     bias: bool = False
     name: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -95,6 +97,8 @@ class MoE:
     """Width of an expert."""
     activation: ExpertActivation = "silu"
     gated: bool = True
+    clamp: float | None = None
+    """As `MLP.clamp`, of routed experts."""
     bias: bool = False
     """Whether the experts have biases."""
     latent_dim: int | None = None
@@ -105,7 +109,7 @@ class MoE:
     name: str = "mlp"
     """Empty: the names of its tensors are those in the decoder layer."""
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
-    """One name without {}: a tensor of all experts. Without a gate the name of up."""
+    """Names without {}: tensors of all experts, one of gate and up together or two. Without a gate the name of up."""
     down: str = "experts.{}.down_proj"
     ending: str = ".weight"
     """Ending of the names of tensors that are not transposed."""
@@ -123,6 +127,11 @@ class MoE:
     def module(self, layer: str) -> str:
         """The checkpoint's module of the mixture in the layer of this name."""
         return f"{layer}.{self.name}" if self.name else layer
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there are kernels for its experts; plain JAX computes others."""
+        return self.gated and self.clamp is None
 
     @property
     def slots(self) -> tuple[int, ...]:

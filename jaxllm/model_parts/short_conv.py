@@ -1,6 +1,7 @@
 """The short convolution of layers."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class ShortConv:
     bias: bool = False
     """Whether its products and the convolution have biases."""
     name: str = "conv"
+
+    has_convolution: ClassVar[bool] = True
+    """See `StateMixer`."""
 
     @property
     def window(self) -> int | None:

@@ -1,12 +1,15 @@
 """Ling 2 and Ring 2, and Sarvam's mixture: each head of q and k is normalised before rotation of a part of it, the experts of DeepSeek-V3.
-Source: arXiv:2510.22115.
+Ling 2.5 and 2.6, and such Rings: most layers have lightning attention, the others attention over latents.
+
+Sources: arXiv:2510.22115, the Ring 2.5 release.
 """
 
 from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Names
+from jaxllm.model_parts import LightningAttention, MoE, Names, Rope
 from jaxllm.model_parts.next_token import FINAL_NORM
+from jaxllm.models import deepseek
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.deepseek_routing import grouped_moe
 
@@ -32,6 +35,22 @@ DEFAULTS_SARVAM = {
     "topk_group": 1,
     "moe_intermediate_size": 1024,
 }
+DEFAULTS_V2_5 = {
+    **DEFAULTS,
+    **deepseek.DEFAULTS,
+    "max_position_embeddings": 32768,
+    "q_lora_rank": None,
+    "layer_group_size": 5,
+    "group_norm_size": 4,
+    "router_dtype": "fp32",
+}
+REQUIRED_V2_5 = {
+    "linear_silu": False,
+    "rope_interleave": True,
+    "topk_method": "noaux_tc",
+    "full_attention_type": "mla",
+    "use_qkv_bias": False,
+}
 REQUIRED = {
     "score_function": "sigmoid",
     "scoring_func": "sigmoid",
@@ -49,11 +68,7 @@ ROUTER_DTYPES = {"fp32": "float32", "bf16": None}
 
 def read(c: ConfigReader) -> ModelConfig:
     """Ling 2 and Ring 2."""
-    c = c.with_defaults(**DEFAULTS)
-    for name, value in REQUIRED.items():
-        c.refuse_unless(name, value)
-    of_hub = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias"}
-    c = c.with_values(**{ours: c.raw[theirs] for theirs, ours in of_hub.items() if theirs in c.raw})
+    c = _by_names_of_transformers(c.with_defaults(**DEFAULTS))
     rope, max_position = c.positions()
     attention = replace(
         c.attention(rope),
@@ -64,11 +79,56 @@ def read(c: ConfigReader) -> ModelConfig:
         out="dense",
     )
     layers = [c.pre_norm_layer(attention, c.mlp())] * c.num_layers
+    return c.decoder(c.with_experts(layers, _moe(c)), max_position, names=NAMES, next_token=FINAL_NORM)
+
+
+def _by_names_of_transformers(c: ConfigReader) -> ConfigReader:
+    """A reader of the keys that transformers has for those of the hub."""
+    for name, value in REQUIRED.items():
+        c.refuse_unless(name, value)
+    of_hub = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias"}
+    return c.with_values(**{ours: c.raw[theirs] for theirs, ours in of_hub.items() if theirs in c.raw})
+
+
+def _moe(c: ConfigReader) -> MoE:
     c.refuse_unless("router_dtype", *ROUTER_DTYPES)
-    moe = grouped_moe(c, "sigmoid", "gate.expert_bias", ROUTER_DTYPES.get(str(c.raw.get("router_dtype"))))
     c.refuse_unless("moe_shared_expert_intermediate_size", c.integer("moe_intermediate_size"))
-    return c.decoder(c.with_experts(layers, moe), max_position, names=NAMES, next_token=FINAL_NORM)
+    return grouped_moe(c, "sigmoid", "gate.expert_bias", ROUTER_DTYPES.get(str(c.raw.get("router_dtype"))))
 
 
 def read_sarvam(c: ConfigReader) -> ModelConfig:
     return read(c.with_defaults(**DEFAULTS_SARVAM))
+
+
+def read_v2_5(c: ConfigReader) -> ModelConfig:
+    """Ling 2.5 and 2.6, and Ring 2.5 and 2.6."""
+    c = _by_names_of_transformers(c.with_defaults(**DEFAULTS_V2_5))
+    for name, value in REQUIRED_V2_5.items():
+        c.refuse_unless(name, value)
+    rope, max_position = c.positions()
+    # A part of the heads of linear attention turns, and all rotated values of attention over latents.
+    latent_rope = replace(rope, rotary_dim=None, interleaved=True)
+    latent = deepseek.attention(c, latent_rope, name="attention", out="dense", eps=c.number("rms_norm_eps"))
+    every, num_layers = c.integer("layer_group_size"), c.num_layers
+    is_full = [(i + 1) % every == 0 or i >= num_layers // every * every for i in range(num_layers)]
+    mixers = (latent if full else _lightning(c, rope, layer) for layer, full in enumerate(is_full))
+    layers = [c.pre_norm_layer(mixer, c.mlp()) for mixer in mixers]
+    return c.decoder(c.with_experts(layers, _moe(c)), max_position, names=NAMES, next_token=FINAL_NORM)
+
+
+def _lightning(c: ConfigReader, rope: Rope, layer: int) -> LightningAttention:
+    num_heads, num_groups = c.integer("num_attention_heads"), c.integer("group_norm_size")
+    if num_heads % num_groups:
+        c.faults.append(f"group_norm_size is {num_groups}, must divide num_attention_heads, which is {num_heads}")
+        num_groups = 1
+    if c.head_dim % 2:
+        c.faults.append(f"head_dim is {c.head_dim}, must be even")
+    return LightningAttention(
+        num_heads,
+        c.head_dim,
+        rope,
+        decay=1 - (layer - 1) / max(1, c.num_layers - 1) + 1e-5,
+        norm=c.rms_norm("attention.g_norm"),
+        num_norm_groups=num_groups,
+        head_norms=(c.rms_norm("attention.query_layernorm"), c.rms_norm("attention.key_layernorm")),
+    )

@@ -330,21 +330,6 @@ class ConfigReader:
 
     # --- positions ---
 
-    def longest(self, name: str, max_position: int, what: str) -> int:
-        """The longest sequence of a model that is computed for sequences up to the value of this key, if it has one.
-
-        A fault if longer ones shall be served. what: what these need.
-        """
-        limit = self.integer_or_none(name)
-        if limit is None:
-            return max_position
-        if self.max_model_len is not None and self.max_model_len > limit:
-            self.faults.append(
-                f"max_model_len is {self.max_model_len}, but {name} is {limit}, and {what} is not supported; "
-                f"use --max-model-len {limit} or less"
-            )
-        return min(limit, max_position)
-
     def positions(self, **rope: Any) -> tuple[Rope, int]:
         """Rope and the longest sequence. Keywords are those of `rope`.
 

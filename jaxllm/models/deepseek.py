@@ -141,11 +141,14 @@ def decoder(
     """The model with these parts. fields: of the ModelConfig, in place of those of the config."""
     c.refuse_unless("moe_layer_freq", 1)
     rope, max_position = c.positions(interleaved=interleaved)
-    layer = c.pre_norm_layer(_attention(c, rope, query_scale), mlp)
+    layer = c.pre_norm_layer(attention(c, rope, query_scale=query_scale), mlp)
     return c.decoder(c.with_experts([layer] * c.num_layers, moe), max_position, **fields)
 
 
-def _attention(c: ConfigReader, rope: Rope, query_scale: QueryScale | None) -> LatentAttention:
+def attention(
+    c: ConfigReader, rope: Rope, *, name: str = "self_attn", eps: float = LATENT_EPS, **fields: Any
+) -> LatentAttention:
+    """Attention over latents. eps: of the norms of latents. fields: of the part."""
     plain, rotated = c.integer("qk_nope_head_dim"), c.integer("qk_rope_head_dim")
     if rotated % 2:
         c.faults.append(f"qk_rope_head_dim is {rotated}, must be even")
@@ -160,11 +163,12 @@ def _attention(c: ConfigReader, rope: Rope, query_scale: QueryScale | None) -> L
         value_dim=c.integer("v_head_dim"),
         rope=rope,
         score_scale=(plain + rotated) ** -0.5 * _magnitude(c, rope) ** 2,
-        latent_norm=Norm("self_attn.kv_a_layernorm", LATENT_EPS),
-        query_norm=None if query_dim is None else Norm("self_attn.q_a_layernorm", LATENT_EPS),
+        latent_norm=Norm(f"{name}.kv_a_layernorm", eps),
+        query_norm=None if query_dim is None else Norm(f"{name}.q_a_layernorm", eps),
         query_dim=query_dim,
-        query_scale=query_scale,
         bias=c.boolean("attention_bias"),
+        name=name,
+        **fields,
     )
 
 

@@ -24,7 +24,7 @@ def read(c: ConfigReader) -> ModelConfig:
 
 def _read(c: ConfigReader) -> ModelConfig:
     c = c.with_defaults(sliding_window=128)
-    windowed, thetas = c.layer_kinds(WINDOWED, lambda layer: layer % 4 != 0), _thetas(c)
+    windowed, thetas = c.layer_kinds(WINDOWED, lambda layer: layer % 4 != 0), thetas_of_layers(c)
     config = granite.read(c)
 
     def layer(base: Layer, has_window: bool, theta: float | None) -> Layer:
@@ -48,7 +48,7 @@ def read_moe(c: ConfigReader) -> ModelConfig:
     return replace(config, layers=tuple(replace(layer, mlp=moe) for layer in config.layers))
 
 
-def _thetas(c: ConfigReader) -> list[float | None]:
+def thetas_of_layers(c: ConfigReader) -> list[float | None]:
     """The base of each layer's rope: 0 for none, None for the model's."""
     given = c.raw.get("layer_rope_theta")
     if given is None:

@@ -1,5 +1,5 @@
-"""Llama 4 (text): each token has one expert; every fourth layer has no positions, the others attend within chunks. A sequence is at most
-one chunk long (`attention_chunk_size`, 8192 tokens): longer ones are refused.
+"""Llama 4 (text): each token has one expert; every fourth layer has no positions, the others attend within chunks. By default a sequence
+is at most one chunk long (`attention_chunk_size`, 8192 tokens); a greater `--max-model-len` makes it several.
 
 Source: Meta's Llama 4 model card, 2025. Within the first chunk, attention within chunks is attention to all tokens before.
 """
@@ -52,10 +52,15 @@ def read(c: ConfigReader) -> ModelConfig:
     dense = replace(c.mlp(name="feed_forward"), width=c.integer("intermediate_size_mlp"))
     mlps: dict[bool, MLP | MoE] = {True: _moe(c), False: dense}
     sparse = _sparse_layers(c)
-    layers = [c.pre_norm_layer(attentions[turns], mlps[i in sparse]) for i, turns in enumerate(has_rope)]
-    if any(kinds):
-        max_position = c.longest("attention_chunk_size", max_position, "attention within several chunks")
-    return c.decoder(layers, max_position, names=names, norm=c.rms_norm(norm))
+    chunk = c.integer_or_none("attention_chunk_size") if any(kinds) else None
+    longest: int | None = None
+    if chunk is not None and chunk < max_position and (c.max_model_len is None or c.max_model_len <= chunk):
+        max_position, longest, chunk = chunk, max_position, None
+    layers = []
+    for i, (turns, is_chunked) in enumerate(zip(has_rope, kinds, strict=True)):
+        attention = replace(attentions[turns], chunk=chunk if is_chunked else None)
+        layers.append(c.pre_norm_layer(attention, mlps[i in sparse]))
+    return c.decoder(layers, max_position, names=names, norm=c.rms_norm(norm), chosen_max_position=longest)
 
 
 def _unturned(c: ConfigReader, attention: Attention) -> Attention:

@@ -1,5 +1,5 @@
-"""MiMo-V2-Flash: windows with attention sinks and twice the KV heads in five of six layers, values narrower than keys, a third of each head
-rotated, experts as DeepSeek-V3 chooses them. Source: arXiv:2601.02780.
+"""MiMo-V2-Flash, V2.5 and V2.5-Pro: windows with attention sinks and twice the KV heads in five of six layers, values narrower than keys,
+a third of each head rotated, experts as DeepSeek-V3 chooses them. Source: arXiv:2601.02780.
 """
 
 from dataclasses import replace
@@ -34,12 +34,13 @@ REQUIRED = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "attention_bias": False,
-    "attention_projection_layout": "split",
     "add_full_attention_sink_bias": False,
     "n_shared_experts": 0,
 }
 """The only values of keys that are computed."""
-NAMES = Names(ignored=("model.mtp.",))
+NAMES = Names(ignored=("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings."))
+FUSED = "fused_qkv"
+"""The layout of a tensor with queries, keys and values, for as many devices as layers without a window have KV heads."""
 NEXT_TOKEN = replace(FINAL_NORM, layer="model.mtp.layers.{}")
 
 
@@ -47,6 +48,7 @@ def read(c: ConfigReader) -> ModelConfig:
     c = _by_names_of_transformers(c.with_defaults(**DEFAULTS))
     for name, value in REQUIRED.items():
         c.refuse_unless(name, value)
+    c.refuse_unless("attention_projection_layout", "split", FUSED)
     full_rope, max_position = c.rope_of("full_attention")
     local_rope, _ = c.rope_of("sliding_attention", {"rope_theta": c.number("swa_rope_theta")})
     windowed = c.layer_kinds(WINDOWED, lambda layer: layer != 0 and (layer + 1) % 6 != 0)
@@ -66,6 +68,7 @@ def _next_token(c: ConfigReader, rope: Rope) -> NextToken:
 def _by_names_of_transformers(c: ConfigReader) -> ConfigReader:
     """A reader of the keys that transformers has for those of the hub."""
     raw, found = c.raw, {"routed_scaling_factor": c.raw.get("routed_scaling_factor") or 1.0}
+    found["num_fused_qkv_runs"] = c.integer("num_key_value_heads")
     if raw.get("layernorm_epsilon") is not None:
         found["rms_norm_eps"] = raw["layernorm_epsilon"]
     if raw.get("sliding_window_size") is not None:  # without the token itself
@@ -84,7 +87,17 @@ def _attention(c: ConfigReader, rope: Rope) -> Attention:
     if value_dim > c.head_dim:
         c.faults.append(f"v_head_dim is {value_dim}, must not be above head_dim, which is {c.head_dim}")
     scale = c.number("attention_value_scale", 1.0)
-    return replace(c.attention(rope), value_dim=value_dim if value_dim != c.head_dim else None, value_scale=scale)
+    attention = replace(c.attention(rope), value_dim=value_dim if value_dim != c.head_dim else None, value_scale=scale)
+    if c.raw.get("attention_projection_layout") != FUSED:
+        return attention
+    runs = c.integer("num_fused_qkv_runs")
+    if attention.num_kv_heads % runs or attention.num_heads % runs:
+        c.faults.append(
+            f"the {attention.num_heads} heads and {attention.num_kv_heads} KV heads of a layer must be multiples of "
+            f"num_key_value_heads, which is {runs}, for attention_projection_layout {FUSED!r}"
+        )
+        runs = 1
+    return replace(attention, qkv=("qkv_proj",), qkv_runs=runs)
 
 
 def _windowed(c: ConfigReader, rope: Rope) -> Attention:

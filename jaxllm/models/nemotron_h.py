@@ -1,4 +1,5 @@
-"""Nemotron-H and Nemotron 3: layers of one part each, which is Mamba-2, attention without positions, an MLP or experts.
+"""Nemotron-H and Nemotron 3, also the text of Omni: layers of one part each, which is Mamba-2, attention without positions, an MLP or
+experts.
 
 Sources: arXiv:2504.03624, arXiv:2512.20848 (experts), NVIDIA's Nemotron 3 white paper, 2025 (experts in a latent space).
 """
@@ -27,6 +28,24 @@ DEFAULTS = {
 }
 # No kernel computes experts without a gate from few bits: only a checkpoint that has them so asks for it.
 NAMES = Names("backbone.embeddings", "backbone.layers.{}", ignored=("mtp.",), unquantized=("mixer.experts",))
+OMNI_NAMES = replace(
+    NAMES,
+    embedding=f"language_model.{NAMES.embedding}",
+    layer=f"language_model.{NAMES.layer}",
+    head="language_model.lm_head",
+    ignored=(
+        "language_model.mtp.",
+        "mtp.",
+        "vision_",
+        "radio_model.",
+        "mlp1.",
+        "sound_",
+        "audio_",
+        "embed_audio.",
+        "multi_modal_",
+    ),
+)
+"""With those of encoders of images, videos and audio, which are not built."""
 KINDS = {"M": "M", "mamba": "M", "linear_attention": "M", "*": "*", "attention": "*", "full_attention": "*"}
 KINDS |= {"-": "-", "mlp": "-", "E": "E", "moe": "E"}
 """The letter of hybrid_override_pattern for each name of a layer's part."""
@@ -56,6 +75,14 @@ def read(c: ConfigReader) -> ModelConfig:
     made = {kind: layers[kind]() for kind in dict.fromkeys(kinds)}
     fields = {"norm": c.rms_norm("backbone.norm_f"), "names": NAMES, "next_token": _next_token(c, layers)}
     return c.decoder([made[kind] for kind in kinds], c.integer("max_position_embeddings"), **fields)
+
+
+def read_omni(c: ConfigReader) -> ModelConfig:
+    """The text model of Nemotron 3 Omni."""
+    text = c.within("llm_config" if c.raw.get("llm_config") else "text_config")
+    config = read(text.with_values(**{name: c.raw[name] for name in ("bos_token_id",) if c.raw.get(name) is not None}))
+    norm = replace(config.norm, name=f"language_model.{config.norm.name}")
+    return replace(config, names=OMNI_NAMES, norm=norm, num_spare_layers=0, next_token=NextToken())
 
 
 def _next_token(c: ConfigReader, layers: Mapping[str, Callable[[], Layer]]) -> NextToken:

@@ -12,6 +12,7 @@ from jaxllm.cache_spec import CacheView, LayerPlace
 from jaxllm.layers.attend import LatentProjection, Projection, TokenScores
 from jaxllm.layers.prompt_attention import attend_in_prompts
 from jaxllm.layers.row_states import StateRows
+from jaxllm.runner.chunks import Rows, in_chunks
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.token_split import TokenSplit
 from pallas_kernels import mla_attention, sparse_attention
@@ -63,6 +64,7 @@ class PagedContext:
         soft_cap: float | None,
         sinks_KG: jax.Array | None = None,
         reads_layer: int | None = None,
+        chunk: int | None = None,
     ) -> jax.Array:
         """Attention output [T, K, G, H]. A cache of a wide type takes keys and values as they are."""
         if self.segment_T is not None:
@@ -95,6 +97,7 @@ class PagedContext:
             window=window,
             soft_cap=soft_cap,
             writes=writes,
+            chunk=chunk,
         )
         if not writes:
             return out
@@ -180,7 +183,7 @@ def _table_of_view(table: GroupTable, view: CacheView, page_size: int) -> GroupT
     return GroupTable(table.page_table_RB * view.num_layers + view.index, jnp.where(table.slot_T < 0, -1, slot_T))
 
 
-@partial(jax.jit, static_argnames=("num_queries", "kernels", "devices", "scale", "window", "soft_cap", "writes"))
+@partial(jax.jit, static_argnames=("num_queries", "kernels", "devices", "scale", "window", "soft_cap", "writes", "chunk"))
 def _write_and_attend(
     projection: Projection,
     k_pages_PKSH: jax.Array,
@@ -199,9 +202,10 @@ def _write_and_attend(
     window: int | None,
     soft_cap: float | None,
     writes: bool,
+    chunk: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer, over the heads of this device, and over its part of the keys if `devices` split them. Returns outputs and caches.
-    writes: whether the projection has keys and values to write.
+    writes: whether the projection has keys and values to write. chunk: see `Attention.chunk`.
 
     A jit of its own, though always inside a step's program: layers that are alike share one trace and one lowering of the kernels.
     """
@@ -228,6 +232,11 @@ def _write_and_attend(
         )
     else:  # a kernel that writes nothing would still be a new version of the caches, which XLA may copy them for
         (q_TKGH, _, _), k_pages, v_pages = projection.finished(), k_pages_PKSH, v_pages_PKSH
+    if chunk is not None:
+        assert devices is None and later is None, "refused before"
+        rows = Rows(page_table_RB, query_start_R1, kv_length_R, num_queries)
+        rows = in_chunks(rows, len(slot_T), chunk=chunk, page_size=k_pages.shape[2])
+        page_table_RB, query_start_R1, kv_length_R, num_queries = rows
     if num_queries is not None:
         attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:

@@ -1,7 +1,9 @@
 """Configs of the tiny models with random weights that stand for each family in tests, and what transformers calls their classes."""
 
+from collections.abc import Callable
 from typing import Any
 
+import transformers
 from transformers import (
     AfmoeConfig,
     ApertusConfig,
@@ -35,6 +37,7 @@ from transformers import (
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HyperCLOVAXConfig,
     HYV3Config,
     Jais2Config,
     LagunaConfig,
@@ -50,6 +53,7 @@ from transformers import (
     Mistral4Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
@@ -70,11 +74,15 @@ from transformers import (
     SmolLM3Config,
     SolarOpenConfig,
     StableLmConfig,
+    Step3p7Config,
+    YoutuConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+
+from scripts.tiny_configs import unlike
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -178,6 +186,7 @@ FLAT: dict[str, Any] = {
     },
 }
 """Linear attention with flat projections, and a rope with sections."""
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64}
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 VARIANTS: dict[str, PreTrainedConfig] = {
@@ -436,6 +445,28 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=16,
         routed_scaling_factor=2.5,
     ),
+    "step3p7": Step3p7Config(
+        text_config={
+            **NARROW,
+            "num_hidden_layers": 4,
+            "pad_token_id": 0,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "attention_other_setting": {"num_attention_heads": 4, "num_attention_groups": 2},
+            "rope_theta": [10000.0, 1000.0, 1000.0, 10000.0],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+            "rope_scaling": {**LLAMA3, "high_freq_factor": 4.0},
+            "sliding_window": 16,
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "share_expert_dim": 24,
+            "moe_router_scaling_factor": 1.5,
+            "swiglu_limits": [0.0, 0.0, 0.4, 0.8],
+            "swiglu_limits_shared": [0.5, 0.0, 0.4, 0.0],
+        },
+        vision_config={"width": 8, "layers": 1, "heads": 1, "image_size": 8, "patch_size": 4},
+    ),
     "afmoe": AfmoeConfig(
         **{**WIDE, "num_hidden_layers": 4},
         sliding_window=16,
@@ -454,6 +485,48 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         n_group=4,
         topk_group=2,
         partial_rotary_factor=0.5,
+    ),
+    "youtu": YoutuConfig(
+        **{
+            **{key: value for key, value in LATENT.items() if key not in ("moe_intermediate_size", "first_k_dense_replace")},
+            "num_hidden_layers": 2,
+        },
+        q_lora_rank=24,
+        tie_word_embeddings=False,
+    ),
+    "hyperclovax": HyperCLOVAXConfig(
+        **SIZES, embedding_multiplier=3.0, logits_scaling=0.5, residual_multiplier=0.5, attention_multiplier=0.2
+    ),
+    "plamo3": unlike.PlamoConfig(
+        **{**WIDE, **WINDOWED},
+        hidden_activation="silu",
+        query_pre_attn_scalar=16,
+        sliding_window_pattern=3,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "muse_glimmer": MuseGlimmerConfig(
+        text_config={
+            **WIDE,
+            "num_hidden_layers": 5,
+            "sliding_window": 16,
+            "output_multiplier": 0.5,
+            "final_logit_softcapping": 8.0,
+        },
+        vision_config={"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    ),
+    "ling_2_5": unlike.LingConfig(
+        **{**LATENT, "num_hidden_layers": 4},
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        use_cache=False,
     ),
     "hunyuan_v1_dense": HunYuanDenseV1Config(
         **WIDE,
@@ -565,6 +638,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "llama4": Llama4TextConfig(
         **{**WIDE, "num_hidden_layers": 4},
         num_local_experts=4,
+        attention_chunk_size=32,
         floor_scale=16,
         attn_scale=0.5,
         rope_parameters={
@@ -618,12 +692,34 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 }
 
 
+ARCHITECTURES = {
+    "sarvam_moe": "SarvamMoEForCausalLM",
+    "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM",
+    "plamo3": "Plamo3ForCausalLM",
+}
+"""Names on the hub of models that transformers calls otherwise, or does not have, by their model_type."""
+
+
 def architecture(config: PreTrainedConfig) -> str:
     """The name of the architecture with a head, as checkpoints on the hub have it."""
-    return "SarvamMoEForCausalLM" if config.model_type == "sarvam_moe" else class_name(config)
+    return ARCHITECTURES.get(config.model_type) or class_name(config)
 
 
 def class_name(config: PreTrainedConfig) -> str:
     """The class that computes it. transformers lists Mistral 4's with those of models that see images."""
     texts, images = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return texts.get(config.model_type) or images[config.model_type]
+
+
+def model_class_of(config: PreTrainedConfig) -> Any:
+    """The class itself; needs torch."""
+    if isinstance(config, unlike.LingConfig):
+        from scripts.tiny_configs.ling_model import Ling
+
+        return Ling
+    return transformers.Gemma3ForCausalLM if config.model_type == "plamo3" else getattr(transformers, class_name(config))
+
+
+def published(config: PreTrainedConfig) -> Callable[[unlike.Tensors], unlike.Tensors] | None:
+    """Function from a model's saved tensors to those of a checkpoint on the hub; None: they are the same."""
+    return {"bailing_moe_v2_5": unlike.published_ling, "plamo3": unlike.published_plamo}.get(config.model_type)

@@ -1,4 +1,4 @@
-"""Gemma 4: call:name{key:value,…} between two tokens, with strings between two of a third, which nothing escapes."""
+"""Gemma 4 and FunctionGemma: call:name{key:value,…} between two tokens, with strings between two of a third, which nothing escapes."""
 
 import re
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from server.dialects.xml import typed_json
 if TYPE_CHECKING:
     from server.dialects.stream_parser import StreamParser
 
-CALL, END_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 MAX_WORD = 1024
 """Maximum number of characters of a value without quotes."""
 _KEY = re.compile(r'[^\s:,{}\[\]"<]*')
@@ -24,9 +23,13 @@ _WORDS = {"None": "null", "True": "true", "False": "false"}
 class Gemma4(ToolDialect):
     """Reads JSON's quotes too, and words without quotes as strings unless they are JSON."""
 
-    openings = (CALL,)
-    markers = (END_CALL, QUOTE)
-    ends_reasoning = True
+    def __init__(
+        self, call: str = "<|tool_call>", end_call: str = "<tool_call|>", quote: str = '<|"|>', *, reasons: bool = True
+    ):
+        """reasons: whether the models of the format do, so that calls may end reasoning."""
+        self.openings, self.markers = (call,), (end_call, quote)
+        self.ends_reasoning = reasons
+        self._end_call, self._quote = end_call, quote
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
         yield from parser.space()
@@ -34,7 +37,7 @@ class Gemma4(ToolDialect):
         while True:
             yield from self._read_call(parser)
             yield from parser.space()
-            if (yield from parser.next_is(END_CALL)) or not (yield from parser.next_is("call:")):
+            if (yield from parser.next_is(self._end_call)) or not (yield from parser.next_is("call:")):
                 break
         parser.end_call()
 
@@ -47,7 +50,7 @@ class Gemma4(ToolDialect):
         before = "{"
         yield from parser.space()
         while not (yield from parser.next_is("}")):
-            member = yield from _read_member(parser, 1)
+            member = yield from _read_member(parser, self._quote, 1)
             if before == "{":
                 parser.start_call(name)
             parser.add_arguments(before + member)
@@ -59,10 +62,10 @@ class Gemma4(ToolDialect):
         parser.end_call()
 
 
-def _read_member(parser: "StreamParser", depth: int) -> Reading[str]:
+def _read_member(parser: "StreamParser", quote: str, depth: int) -> Reading[str]:
     """The JSON text of a key and its value."""
-    if (yield from parser.next_is(QUOTE)):
-        key, _ = yield from parser.text_until(markers_of(QUOTE), MAX_NAME)
+    if (yield from parser.next_is(quote)):
+        key, _ = yield from parser.text_until(markers_of(quote), MAX_NAME)
     elif (yield from parser.peek()) == '"':
         key = yield from parser.json_string()
     else:
@@ -71,36 +74,36 @@ def _read_member(parser: "StreamParser", depth: int) -> Reading[str]:
             raise Broken if (yield from parser.peek()) else Ended
     yield from parser.space()
     yield from parser.expect(":")
-    return f"{to_json(key)}: {(yield from _read_value(parser, depth))}"
+    return f"{to_json(key)}: {(yield from _read_value(parser, quote, depth))}"
 
 
-def _read_value(parser: "StreamParser", depth: int) -> Reading[str]:
+def _read_value(parser: "StreamParser", quote: str, depth: int) -> Reading[str]:
     """The JSON text of the next value."""
     if depth > MAX_DEPTH:
         raise Broken
     yield from parser.space()
-    if (yield from parser.next_is(QUOTE)):
-        text, _ = yield from parser.text_until(markers_of(QUOTE))
+    if (yield from parser.next_is(quote)):
+        text, _ = yield from parser.text_until(markers_of(quote))
         return to_json(text)
     letter = yield from parser.peek()
     if letter == '"':
         return (yield from parser.json_value())
     if letter and letter in "{[":
-        return (yield from _read_items(parser, letter, depth))
+        return (yield from _read_items(parser, quote, letter, depth))
     word = (yield from parser.run_of(_WORD)).strip()
     if not word or len(word) > MAX_WORD:
         raise Broken if (yield from parser.peek()) else Ended
     return _WORDS.get(word) or typed_json(word, None)
 
 
-def _read_items(parser: "StreamParser", opening: str, depth: int) -> Reading[str]:
+def _read_items(parser: "StreamParser", quote: str, opening: str, depth: int) -> Reading[str]:
     """The JSON text of an object or an array."""
     read_item, closing = (_read_member, "}") if opening == "{" else (_read_value, "]")
     yield from parser.next_is(opening)
     items = []
     yield from parser.space()
     while not (yield from parser.next_is(closing)):
-        items.append((yield from read_item(parser, depth + 1)))
+        items.append((yield from read_item(parser, quote, depth + 1)))
         yield from _skip_comma(parser, closing)
     return f"{opening}{', '.join(items)}{closing}"
 

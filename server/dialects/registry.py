@@ -14,10 +14,12 @@ from server.dialects.kimi import Kimi
 from server.dialects.llama_json import LlamaJson
 from server.dialects.marked_json import COHERE, GRANITE, GRANITE_20B_FC, HERMES, JAMBA, LONGCAT, NEMOTRON, PHI4_MINI
 from server.dialects.mistral import Mistral
+from server.dialects.nested_tags import NestedTags
 from server.dialects.pythonic import Pythonic, PythonicLines
 from server.dialects.response_template import TemplateCalls, TemplateReasoning, is_usable
 from server.dialects.xlam import Xlam
-from server.dialects.xml import GLM45, HY_V3, K2_HORIZON, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls, dsml
+from server.dialects.xml import DOTS, GLM45, HY_V3, K2_HORIZON, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls, dsml
+from server.dialects.xtml import CLOSE, END_MESSAGE, OPEN, SEP, Xtml
 
 TOOL_DIALECTS: dict[str, ToolDialect] = {
     "apertus": Apertus(),
@@ -28,7 +30,9 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "deepseek_v32": XmlCalls(dsml("function_calls")),
     "deepseek_v4": XmlCalls(dsml("tool_calls"), ends_reasoning=True),
     "deepseek_v41": XmlCalls(dsml("calls", space=" "), ends_reasoning=True),
+    "dots": XmlCalls(DOTS),
     "ernie45": HERMES,
+    "functiongemma": Gemma4("<start_function_call>", "<end_function_call>", "<escape>", reasons=False),
     "gemma4": Gemma4(),
     "glm45": XmlCalls(GLM45),
     "glm47": XmlCalls(GLM45),
@@ -42,6 +46,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "jamba": JAMBA,
     "k2_horizon": XmlCalls(K2_HORIZON, ends_reasoning=True),
     "kimi_k2": Kimi(),
+    "kimi_k3": Xtml(),
     "lfm2": Pythonic(("<|tool_call_start|>",), "<|tool_call_end|>", bare=False),
     "ling3": XmlCalls(GLM45, ends_reasoning=True),
     "llama3_json": LlamaJson(),
@@ -50,6 +55,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "longcat": LONGCAT,
     "mimo": XmlCalls(MIMO, section_optional=True),
     "minimax_m2": XmlCalls(MINIMAX_M2),
+    "minimax_m3": NestedTags(),
     "mistral": Mistral(),
     "nemotron_json": NEMOTRON,
     "olmo3": PythonicLines(("<function_calls>",), "</function_calls>", bare=False),
@@ -102,11 +108,18 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
         tuple(f"<{name}>" for name in _IFM), tuple(f"</{name}>" for name in _IFM), implied=True, expected=True
     ),
     "kimi_k2": _MARKED,
+    "kimi_k3": ReasoningDialect(
+        (f"{OPEN}think{SEP}",),
+        (f"{CLOSE}think{SEP}",),
+        answer_start=(f"{OPEN}response{SEP}",),
+        answer_end=(f"{CLOSE}response{SEP}", END_MESSAGE),
+    ),
     "ling3": _MARKED,
     "mimo": _EXPECTED,
     "minicpmv": _MARKED,
     "minimax_m2": _IMPLIED,
     "minimax_m2_append_think": replace(_IMPLIED, in_content=True),
+    "minimax_m3": ReasoningDialect(("<mm:think>",), ("</mm:think>",)),
     "mistral": ReasoningDialect(*_MISTRAL),
     "nano_v3": _EXPECTED,
     "nemotron_v3": _EXPECTED,
@@ -159,6 +172,10 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("kimi_k3", ("<|open|>", "<|sep|>")),
+    ("minimax_m3", ("]<]minimax[>[", "<tool_call>")),
+    ("functiongemma", ("<start_function_call>",)),
+    ("dots", ("<dots_function_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("cohere_command3", ("<|START_ACTION|>",)),
     ("k2_horizon", ("<ifm|tool_calls>", "<ifm|arg_key>")),
@@ -189,6 +206,8 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
     ("gemma4", ("<|channel>", "<channel|>")),
+    ("kimi_k3", ("<|open|>", "<|sep|>")),
+    ("minimax_m3", ("<mm:think>",)),
     ("mistral", ("[THINK]",)),
     ("granite", ("Here is my thought process:",)),
     ("seed_oss", ("<seed:think>",)),

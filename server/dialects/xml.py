@@ -49,6 +49,7 @@ K2_HORIZON = Tags(
     "<ifm|tool_calls>", "<ifm|tool_call>", "\n", "<ifm|arg_key>", "</ifm|arg_key>", "<ifm|arg_value>", "</ifm|arg_value>",
     "</ifm|tool_call>", "</ifm|tool_calls>", several=True,
 )  # fmt: skip
+DOTS = replace(MINIMAX_M2, section="<dots_function_call>", after_section="</dots_function_call>")
 HY_V3 = Tags(
     "<tool_calls>", "<tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>",
     "</tool_calls>", several=True, verbatim=True,

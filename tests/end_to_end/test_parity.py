@@ -143,6 +143,17 @@ def test_other_engines(name, options):
         ("qwen2", {}),
         ("deepseek_v32", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}),
         ("qwen3_5_moe", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}),
+        ("llama4", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}),  # three chunks
+        ("step3p7", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 24}),
+        (
+            "ling_2_5",
+            {
+                "tensor_parallel_size": 2,
+                "max_num_batched_tokens": 16,
+                "num_gpu_blocks_override": 14,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+        ),
     ],
 )
 def test_live_against_transformers(name, options, tmp_path):
@@ -150,17 +161,20 @@ def test_live_against_transformers(name, options, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     directory = goldens.FOLDER / name
-    if not directory.is_dir():
-        directory = tmp_path
-        make_goldens.random_model(tiny_configs.VARIANTS[name], seed=1, scale=0.3).save_pretrained(directory)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if directory.is_dir():
+        reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    else:
+        directory, reference = tmp_path, make_goldens.random_model(tiny_configs.VARIANTS[name], seed=1, scale=0.3)
+        make_goldens.save(reference, directory)
+    config = reference.config.get_text_config()
     rng = np.random.default_rng(5)
-    prompts = [rng.integers(reference.config.vocab_size, size=length).tolist() for length in (2, 19, 31)]
+    prompts = [rng.integers(config.vocab_size, size=length).tolist() for length in (2, 19, 31)]
     expected, expected_logprobs = [], []
     for prompt in prompts:
         with torch.no_grad():
             given = torch.tensor([prompt])
-            ids = reference.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=NUM_TOKENS)
+            length = {"max_new_tokens": NUM_TOKENS, "use_cache": config.use_cache}
+            ids = reference.generate(given, attention_mask=torch.ones_like(given), do_sample=False, **length)
             logprobs = torch.log_softmax(reference(given).logits[0], -1).numpy()
         expected.append(ids[0, len(prompt) :].tolist())
         expected_logprobs.append([logprobs[i, token] for i, token in enumerate(prompt[1:])])

@@ -172,3 +172,19 @@ def test_what_was_saved_is_read_again(tmp_path, architecture, text):
     state = load_weights(config, build_model(config), tmp_path, load_format="dummy", mesh=make_mesh())
     save_safetensors(config, state, tmp_path, described)
     jax.tree.map(np.testing.assert_array_equal, goldens.load(tmp_path)[1], state)
+
+
+def test_the_text_model_of_nemotron_omni(tmp_path):
+    source, checkpoint = goldens.FOLDER / "nemotron_h", Checkpoint(goldens.FOLDER / "nemotron_h")
+    raw = json.loads((source / "config.json").read_text())
+    omni = {"architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "llm_config": raw, "sound_config": {"hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(omni))
+    tensors = {f"language_model.{name}": checkpoint.tensor(name) for name in checkpoint.entries}
+    others = (
+        "vision_model.radio_model.blocks.0.weight",
+        "mlp1.0.weight",
+        "sound_encoder.encoder.x",
+        "sound_projection.norm.weight",
+    )
+    write_safetensors(tmp_path / "model.safetensors", {**tensors, **{name: np.ones(3, np.int16) for name in others}})
+    assert_loads_as(tmp_path, "nemotron_h")

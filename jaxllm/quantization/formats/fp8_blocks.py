@@ -132,4 +132,4 @@ def _weight_of(module: str, num_outputs: int, num_inputs: int) -> Tensor:
 def _weight(part: Tensor, num_inputs: int) -> Tensor:
     """The weight [N, inputs], or those of all experts [E, N, inputs], that a tensor of a part is of."""
     shape = (*part.shape[:-1], num_inputs)
-    return Tensor(part.name.partition(PART)[0], shape, shape)
+    return Tensor(part.name.partition(PART)[0], shape, shape, runs=part.runs)

@@ -85,24 +85,25 @@ class Fp8Checkpoint(WeightFormat):
         names = [f"{tensor.name}{ending}" for ending in (self.scale_ending(tensor.shape), *_SCALE_ENDINGS)]
         name = next((name for name in names if name in files.entries), names[0])
         shape = files.entries[name].shape if name in files.entries else ()
-        if name not in files.entries or self._block_of(tensor.shape, shape) is None:
+        if name not in files.entries or self._block_of(tensor.shape, shape, tensor.runs) is None:
             rows, columns = self.block_shape or (1, inputs)
-            shape = (*lead, math.ceil(outputs / rows), math.ceil(inputs / columns))
+            shape = (*lead, tensor.runs * math.ceil(outputs / tensor.runs / rows), math.ceil(inputs / columns))
         return {tensor.name: Expected(tensor.shape), name: Expected(shape, SCALE_TYPES)}
 
     def scale_ending(self, shape: tuple[int, ...]) -> str:
         """The ending of the name of a scale, behind that of a weight of this shape: of all experts, as transformers writes it."""
         return _SCALE_ENDINGS[0] if len(shape) == 3 else str(self.scale_name).removeprefix("weight")
 
-    def _block_of(self, weight: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """(outputs, inputs) that share a scale, where a weight and its scales have these shapes; None: they cannot have them."""
+    def _block_of(self, weight: tuple[int, ...], shape: tuple[int, ...], runs: int = 1) -> tuple[int, int] | None:
+        """(outputs, inputs) that share a scale, where a weight and its scales have these shapes; None: they cannot have them. Blocks begin
+        anew in each of the runs of outputs."""
         *lead, outputs, inputs = weight
         if lead:
             has_halves = shape == (*lead, 2, 1) and outputs % 2 == 0  # a scale of the gate and one of up
             found = self._block_of(weight[1:], shape[1:]) if shape[:1] == weight[:1] else None
             return found or ((outputs // 2, inputs) if has_halves else None)
         rows, columns = self.block_shape or BLOCK
-        blocks = math.ceil(outputs / rows), math.ceil(inputs / columns)
+        blocks = runs * math.ceil(outputs / runs / rows), math.ceil(inputs / columns)
         if math.prod(shape) == 1:
             return outputs, inputs
         if shape in (blocks, (blocks[0], 1, blocks[1], 1)):
@@ -114,12 +115,13 @@ class Fp8Checkpoint(WeightFormat):
         *lead, outputs, inputs = tensor.shape
         _, name = self.tensors(tensor, files)
         scale = files.tensor(name)
-        block = self._block_of(tensor.shape, scale.shape)
+        block = self._block_of(tensor.shape, scale.shape, tensor.runs)
         assert block is not None, "checked before"
         rows, columns = block
         wide = scale.astype(np.float32).reshape(-1, math.ceil(inputs / columns))
-        first = np.arange(math.prod(lead))[:, None] * math.ceil(outputs / rows)
-        return wide, (first + np.arange(outputs) // rows).ravel(), columns
+        of_run = outputs if rows == outputs else outputs // tensor.runs
+        first = np.arange(math.prod(lead) * outputs // of_run)[:, None] * math.ceil(of_run / rows)
+        return wide, (first + np.arange(of_run) // rows).ravel(), columns
 
     def widened(self, tensor: Tensor, index: Index, files: Files) -> np.ndarray:
         """Float32."""

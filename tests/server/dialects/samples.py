@@ -112,6 +112,14 @@ HY3_TOKENS = ("think", "tool_calls", "tool_call", "tool_sep", "arg_key", "arg_va
 CODE_TEXT = 'if a < b:\n\tprint("[é]")'
 GEMMA4 = "<|tool_call>call:%s{%s}<tool_call|>"
 GEMMA4_CODE = GEMMA4 % ("run", f'code:<|"|>{CODE_TEXT}<|"|>,options:{{deep:[1,{{x:null}}]}},dry:true')
+M3 = "]<]minimax[>["
+M3_CODE = (
+    f'{M3}<invoke name="run">\n{M3}<code>{CODE_TEXT}{M3}</code>\n{M3}<options>{M3}<deep>{M3}<item>1{M3}</item>'
+    f"{M3}<item>{M3}<x>null{M3}</x>{M3}</item>{M3}</deep>{M3}</options>{M3}<dry>true{M3}</dry>{M3}</invoke>\n"
+)
+DOTS_PARAMETER = '<parameter name="%s">\n%s\n</parameter>\n'
+XTML = '<|open|>call tool="%s" index="%d"<|sep|>%s<|close|>call<|sep|>'
+XTML_ARGUMENT = '<|open|>argument key="%s" type="%s"<|sep|>%s<|close|>argument<|sep|>'
 PYTHON_CODE = r"""run(code='if a < b:\n\tprint("[é]")', options={'deep': [1, {"x": None}]}, dry=True)"""
 
 
@@ -327,6 +335,61 @@ SAMPLES = {
     ),
     "gemma 4 does not think": Sample(
         "gemma4", "gemma4", "Yes.", Message("Yes."), {"prompt_text": "<|turn>model\n<|channel>thought\n<channel|>"}
+    ),
+    "functiongemma": calls_in(
+        "functiongemma",
+        f"<start_function_call>call:run{{code:<escape>{CODE_TEXT}<escape>,options:{{deep:[1,{{x:null}}]}},dry:true}}<end_function_call>"
+        "<start_function_call>call:get_time{}<end_function_call>",
+        CODE,
+        TIME,
+    ),
+    "dots": calls_in(
+        "dots",
+        "I look.<dots_function_call>\n"
+        + tagged('<invoke name="%s">\n%s</invoke>\n', DOTS_PARAMETER, *CODE_VALUES)
+        + '<invoke name="get_time">\n</invoke>\n</dots_function_call>',
+        CODE,
+        TIME,
+        content="I look.",
+    ),
+    "minimax m3": calls_in(
+        "minimax_m3", f'{M3}<tool_call>\n{M3_CODE}{M3}<invoke name="get_time">\n{M3}</invoke>\n{M3}</tool_call>', CODE, TIME
+    ),
+    "minimax m3 repeats a tag": calls_in(
+        "minimax_m3",
+        f'{M3}<tool_call>{M3}<invoke name="run">{M3}<options>{M3}<a>1{M3}</a>{M3}<a>b{M3}</a>{M3}</options>{M3}</invoke>{M3}</tool_call>',
+        ("run", '{"options": {"a": [1, "b"]}}'),
+    ),
+    "minimax m3 thinks": thoughts_in("minimax_m3", "<mm:think>Hm.</mm:think>Yes.", "Hm.", "Yes."),
+    "kimi k3": Sample(
+        "kimi_k3",
+        "kimi_k3",
+        "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|>"
+        + XTML
+        % (
+            "run",
+            1,
+            "".join(
+                XTML_ARGUMENT % (key, kind, value)
+                for (key, value), kind in zip(CODE_VALUES, ("string", "object", "boolean"), strict=True)
+            ),
+        )
+        + XTML % ("get_time", 2, "")
+        + "<|close|>tools<|sep|><|close|>message<|sep|>",
+        Message("I look.", "Hm.", [CODE, TIME]),
+    ),
+    "kimi k3 answers": Sample(
+        "kimi_k3",
+        "kimi_k3",
+        "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|><|close|>message<|sep|>",
+        Message("Yes.", "Hm."),
+    ),
+    "kimi k3, json": calls_in(
+        "kimi_k3",
+        "<|open|>tools<|sep|>"
+        + XTML % ("get_weather", 1, '<|open|>json type="object"<|sep|>{"city": "Rome"}<|close|>json<|sep|>')
+        + "<|close|>tools<|sep|>",
+        ROME,
     ),
     "lfm2": calls_in(
         "lfm2", f"<|tool_call_start|>[{PYTHON_CODE}, get_time()]<|tool_call_end|>I look.", CODE, TIME, content="I look."

@@ -162,6 +162,8 @@ BROKEN = {
         "<|tool_call>call:run{code}",
         "<|tool_call>call:run{code:<",
     ],
+    "minimax_m3": ["]<]minimax[>[<tool_call>Hello", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="a b">'],
+    "kimi_k3": ["<|open|>tools<|sep|>Hello", '<|open|>tools<|sep|><|open|>call tool="a b"<|sep|>'],
     "lfm2": ["<|tool_call_start|>get_time()<|tool_call_end|>", "[get_time(a=1)]"],
     "olmo3": ["<function_calls>", "<function_calls>\n</function_calls>", "<function_calls>[get_time()]</function_calls>"],
     "deepseek_v4": ["<｜DSML｜tool_calls>Hello", '<｜DSML｜tool_calls><｜DSML｜invoke name="a b">'],
@@ -233,8 +235,11 @@ WORDS = [
     *("</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜tool_calls>", "<function_calls>", "</function_calls>"),
     *("<|tool_call_start|>", "<|START_ACTION|>", '{"tool_name": "get_time"', "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     *("<answer>", "</answer>", "<response>", "</response>", "<ifm|tool_calls>", "<ifm|tool_call>", "<ifm|arg_key>"),
+    *("]<]minimax[>[", "<tool_call>", '<invoke name="get_time">', "<a>", "</a>", "<item>", "</item>", "</invoke>"),
+    *("<|open|>tools<|sep|>", '<|open|>call tool="run"<|sep|>', '<|open|>argument key="a" type="', 'object"<|sep|>'),
+    *("<|close|>argument<|sep|>", "<|close|>call<|sep|>", "<|close|>tools<|sep|>", "<start_function_call>", "<escape>"),
 ]
-PAIRS = [(tool, tool if tool in REASONING_DIALECTS else "qwen3") for tool in TOOL_DIALECTS]
+PAIRS = [(tool, tool if tool in REASONING_DIALECTS else "qwen3") for tool in TOOL_DIALECTS if tool != "hf"]  # needs a template
 PAIRS += [("hermes", reasoning) for reasoning in REASONING_DIALECTS.keys() - TOOL_DIALECTS.keys()]
 
 
@@ -278,6 +283,12 @@ HOSTILE = {
     "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"],
     "kimi_k2": ["<|tool_calls_section_begin|>"],
     "gemma4": ["<|tool_call>call:run{", "<|tool_call>call:run{a:[", '<|tool_call>call:run{a:<|"|>'],
+    "minimax_m3": [
+        ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="get_time">',
+        "]<]minimax[>[<a>",
+        ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="run">]<]minimax[>[<options>',
+    ],
+    "kimi_k3": ['<|open|>tools<|sep|><|open|>call tool="run"<|sep|>', '<|open|>argument key="a" type="string"<|sep|>'],
     "openai": ["<|channel|>", "<|start|>", "<|channel|>commentary to=functions.f<|message|>{"],
 }
 
