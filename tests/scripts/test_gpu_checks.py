@@ -411,9 +411,9 @@ def test_other_models_over_devices_say_one_devices_tokens_and_are_as_near_to_flo
 
 
 @pytest.mark.slow
-def test_requests_of_every_kind_over_two_devices(shared_programs) -> None:
-    """Over four, which hold copies of two KV heads: tests/speculative/test_whole_engines.py."""
-    found = list(tensor_parallel_traffic.check(tiny=True, deadline=math.inf, sizes=(2,)))
+def test_requests_of_every_kind_over_four_devices(shared_programs) -> None:
+    """Which hold copies of two KV heads."""
+    found = list(tensor_parallel_traffic.check(tiny=True, deadline=math.inf, sizes=(4,)))
     assert not [outcome.line() for outcome in found if not outcome.passed]
     names = [outcome.name.partition(": ")[2] for outcome in found]
     assert names == [
