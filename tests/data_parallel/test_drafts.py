@@ -134,7 +134,7 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_ranks(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work_out", [draft_workout.interruptions, draft_workout.the_longest_requests])
+@pytest.mark.parametrize("work_out", [draft_workout.interruptions_of_few_kinds, draft_workout.the_longest_requests])
 def test_whatever_happens_to_requests(core, work_out):
     """Numbers of drafts that change from step to step, aborts, failed steps, sleep."""
     work_out(core)

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -360,22 +359,3 @@ def test_placeholders_without_images_are_refused(client: httpx.Client, expected:
     reply = client.post("/v1/completions", json={"model": "seer", "prompt": vision_checkpoint.QWEN_PICTURE, "max_tokens": 1})
     assert reply.status_code == 400 and "1 image placeholder(s)" in reply.text and str(ROOT) not in reply.text
     assert text_of(chat(client)) == expected
-
-
-def test_engines_of_other_kinds_answer_the_same(directory: Path, tmp_path: Path, expected: str) -> None:
-    """Two replicas with drafts of n-grams, also after one of them was killed."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 3}
-    more = {**SMALL, "served_model_name": "seer", "data_parallel_size": 2, "speculative_config": drafts}
-    with serving(directory, tmp_path, command=("serve", *flags(**more))) as found, started(found).client() as client:
-
-        def ask() -> list[str]:
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                return list(pool.map(lambda _: text_of(chat(client)), range(8)))
-
-        assert ask() == [expected] * 8
-        engines = set(found.children("engine.process"))
-        assert len(engines) == 2
-        os.kill(min(engines), signal.SIGKILL)
-        wait_until(lambda: chat(client).status_code == 200, "the other replica does not answer")
-        wait_until(lambda: len(set(found.children("engine.process")) - {min(engines)}) == 2, "it is not started again")
-        assert ask() == [expected] * 8

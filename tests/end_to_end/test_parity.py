@@ -12,7 +12,8 @@ from tests.helpers.parity import NUM_TOKENS, check
 from tests.helpers.slow import slow_except
 
 LEFT_OUT = (
-    *("llama_rope_linear", "llama_rope_llama3", "llama_rope_yarn"),  # tables of frequencies: tests/models and tests/layers
+    # Tables of frequencies: tests/models and tests/layers.
+    *("llama_rope_linear", "llama_rope_llama3", "llama_rope_yarn", "llama_rope_dynamic"),
     *("llama_head_dim", "deepseek_v2_lite"),  # test_other_engines
     "deepseek_v2",  # as deepseek_v2_lite and deepseek_v3 are
     *("llama_mha", "llama_bias"),  # test_parity_in_parallel
@@ -21,7 +22,10 @@ LEFT_OUT = (
     "qwen2",  # test_live_against_transformers
     *("qwen3_moe", "mixtral", "gemma4_moe"),  # test_mixtures
     *("qwen2_window", "cohere2"),  # test_windows; groups of layers as gemma3
-    *("qwen3", "gpt2", "glm4"),  # test_other_engines, pipeline/test_models; as llama_gqa
+    *("qwen3", "gpt2", "glm4"),  # test_parity_in_parallel, pipeline/test_models; as llama_gqa
+    "laguna",  # groups of layers as gemma3
+    "qwen3_5",  # states as qwen3_next
+    *("granite_hybrid", "lfm2"),  # test_parity_in_parallel, end_to_end/test_drafts; states as nemotron_h and qwen3_next
 )
 """Engines keep and schedule these like others here; what differs is in the model, where tests/models compares all logits."""
 VARIANTS = [name for name in goldens.NAMES if name not in LEFT_OUT]
@@ -34,7 +38,6 @@ SMALL_POOL = {
     "gemma4": 30,
     "olmo3": 30,
     "gpt_oss": 14,
-    "laguna": 30,
     "mimo_v2_flash": 30,
 }
 """Number of blocks; by default 12, of which 11 are usable, while four requests of up to 104 tokens need 7 each. Requests that hold
@@ -110,13 +113,10 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("qwen3", {"block_size": 8}),
         (
             "mistral_window",
             {"block_size": 8, "num_gpu_blocks_override": 8, "max_num_batched_tokens": 16, "token_buckets": (16,)},
         ),
-        ("qwen2_window", {"block_size": 8, "num_gpu_blocks_override": 31}),
-        ("qwen2_window", {"disable_hybrid_kv_cache_manager": True}),
         ("llama_gqa", {"attention_implementation": "reference"}),
         ("llama_head_dim", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
         ("deepseek_v2_lite", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),

@@ -20,7 +20,12 @@ def make_core(name: str, directory: Path, **options: Any) -> EngineCore:
     return EngineCore(EngineConfig.from_options(**{**engines.SMALL, **small, "model": model, **options}))
 
 
-@pytest.fixture(scope="module", params=slow_except(["qwen3_vl"], pictures.NAMES))
+OF_EACH_KIND = ["qwen3_vl", "gemma3", "idefics3", "qwen2_5_vl"]
+"""Positions of three axes and features between layers; tokens of an image that see each other; tiles; windows of an encoder. The
+others have these parts, and what their layers compute is in tests/models/test_pictures.py."""
+
+
+@pytest.fixture(scope="module", params=slow_except(["qwen3_vl"], OF_EACH_KIND))
 def golden(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, EngineCore]]:
     """Name of a golden, and an engine over it that all checks share."""
     core = make_core(request.param, tmp_path_factory.mktemp(request.param))

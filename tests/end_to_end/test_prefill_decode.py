@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.goldens import golden
 from tests.helpers.serve_processes import ServerProcess, serving
 from tests.helpers.waiting import wait_until
 
@@ -38,7 +37,7 @@ FLAGS = (
 )
 PREFILLS, DECODES = (0, 1), (2, 3)
 """Ranks of the engines."""
-SMALL = ("--max-num-seqs", "4", "--decode-buckets", "4", "--warmup", "lazy", "--enable-prompt-tokens-details")
+SMALL = ("--max-num-seqs", "4", "--decode-buckets", "4", "--token-buckets", "512", "--warmup", "lazy")
 
 
 @pytest.fixture(scope="module")
@@ -95,38 +94,36 @@ def shared_memory(server: ServerProcess) -> set[str]:
     return {line.split()[4] for each in maps for line in each.splitlines() if "/memfd:jaxllm" in line}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0},
-        {"temperature": 1.0, "seed": 5},
-        {"temperature": 0.8, "seed": 9, "n": 3, "top_p": 0.9},
-        {"temperature": 1.0, "seed": 3, "structured_outputs": {"regex": "[a-f]{6,9}"}},
-    ],
-    ids=["greedy", "seeded", "three answers", "grammar"],
+ANSWERS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 9, "n": 3, "top_p": 0.9},
+    {"temperature": 1.0, "seed": 3, "structured_outputs": {"regex": "[a-f]{6,9}"}},
 )
-def test_the_answer_is_that_of_one_engine(server: ServerProcess, fields: dict[str, Any]) -> None:
-    prompt = f"{sorted(fields)} {TEXT * 5}"
-    with server.client() as client:
-        before = loaded_bytes(client)
-        answer = complete(client, prompt, **fields)
-        wait_until(lambda: loaded_bytes(client) > before, "the decode engine fetched nothing")
-        alone = complete(client, prompt, **fields, prompt_logprobs=0)  # of such a request one engine computes all
-        assert texts_of(answer) == texts_of(alone)
-        body = {"prompt": f"again {prompt}", "max_tokens": 12, "stream": True, **fields}
-        lines = [line for line in client.post("/v1/completions", json=body).text.split("\n\n") if line.startswith("data: {")]
-        choices = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
-        streamed = ["".join(each["text"] for each in choices if each["index"] == index) for index in range(fields.get("n", 1))]
-        assert streamed == texts_of(complete(client, body["prompt"], **fields, prompt_logprobs=0))
 
 
-@pytest.mark.parametrize("num_tokens", [48, 49, 63, 64])
-def test_prompts_of_whole_and_partial_blocks(server: ServerProcess, num_tokens: int) -> None:
-    prompt = [100 + num_tokens + place % 50 for place in range(num_tokens)]
+def test_the_answer_is_that_of_one_engine(server: ServerProcess) -> None:
+    """Whole and as a stream, and of prompts that end in and behind a block."""
     with server.client() as client:
-        fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-        answer = client.post("/v1/completions", json=fields).json()
-        assert texts_of(answer) == texts_of(client.post("/v1/completions", json={**fields, "prompt_logprobs": 0}).json())
+        for fields in ANSWERS:
+            prompt = f"{sorted(fields)} {TEXT * 5}"
+            before = loaded_bytes(client)
+            answer = complete(client, prompt, **fields)
+            wait_until(lambda before=before: loaded_bytes(client) > before, "the decode engine fetched nothing")
+            alone = complete(client, prompt, **fields, prompt_logprobs=0)  # of such a request one engine computes all
+            assert texts_of(answer) == texts_of(alone)
+            body = {"prompt": f"again {prompt}", "max_tokens": 12, "stream": True, **fields}
+            lines = [
+                line for line in client.post("/v1/completions", json=body).text.split("\n\n") if line.startswith("data: {")
+            ]
+            choices = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
+            streamed = ["".join(each["text"] for each in choices if each["index"] == i) for i in range(fields.get("n", 1))]
+            assert streamed == texts_of(complete(client, body["prompt"], **fields, prompt_logprobs=0))
+        for num_tokens in (48, 49, 63, 64):
+            token_ids = [100 + num_tokens + place % 50 for place in range(num_tokens)]
+            whole = {"prompt": token_ids, "max_tokens": 8, "temperature": 0}
+            answer = client.post("/v1/completions", json=whole).json()
+            assert texts_of(answer) == texts_of(client.post("/v1/completions", json={**whole, "prompt_logprobs": 0}).json())
 
 
 def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: ServerProcess) -> None:
@@ -165,34 +162,3 @@ def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: 
             for gauge in ("kv_leases", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
                 until(client, gauge, rank, (0.0).__eq__)
     wait_until(lambda: len(shared_memory(server)) == len(PREFILLS), "memory of an engine that was killed is mapped")
-
-
-def test_states_by_row_come_with_the_blocks_of_a_prompt(tmp_path: Path) -> None:
-    """A model with linear attention, whose prompts no engine can begin in the middle."""
-    flags = (
-        "--prefill",
-        "1",
-        "--decode",
-        "1",
-        "--prefill-threshold",
-        "64",
-        "--kv-offloading-size",
-        "0.02",
-        "--skip-tokenizer-init",
-        *SMALL,
-    )
-    with serving(golden("qwen3_next").directory, tmp_path, command=("serve", *flags)) as server:
-        wait_until(lambda: _states(server) == ["serving", "serving"], "the server did not start")
-        with server.client() as client:
-            for num_tokens in (97, 112, 113):
-                fields: dict[str, Any] = {
-                    "prompt": [(num_tokens + place * place) % 60 for place in range(num_tokens)],
-                    "max_tokens": 12,
-                    "temperature": 0,
-                    "return_token_ids": True,
-                }
-                before = loaded_bytes(client, (1,))
-                answer = client.post("/v1/completions", json=fields).json()
-                wait_until(lambda before=before: loaded_bytes(client, (1,)) > before, "the decode engine fetched nothing")
-                alone = client.post("/v1/completions", json={**fields, "prompt_logprobs": 0}).json()
-                assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]

@@ -1,7 +1,7 @@
 """Takes an engine with a drafter through whatever may happen to it, and compares each token with what it says without drafts."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -117,10 +117,10 @@ def depths_and_chunks(core: EngineCore) -> None:
     assert num_preempted and num_cached and workout.drafts.counts.num_accepted_tokens > 50
 
 
-def interruptions(core: EngineCore) -> None:
+def interruptions(core: EngineCore, kinds: Sequence[dict] = (*DECODED, *FULL)) -> None:
     """Aborts, resets of the prefix cache, failed steps, sleep."""
     workout = Workout(core)
-    wanted = workout.requests(*DECODED, *FULL)
+    wanted = workout.requests(*kinds)
     expected = workout.without_drafts(wanted)
     workout.reschedule(max_in_flight=3)
     rng = random.Random(2)
@@ -147,6 +147,11 @@ def interruptions(core: EngineCore) -> None:
         core.wake_up()
         workout.check(wanted, expected)
     assert workout.drafts.counts.num_accepted_tokens > 20
+
+
+def interruptions_of_few_kinds(core: EngineCore) -> None:
+    """The same with few programs, for what differs in neither draws nor logits: one of each number of drafts, and one apart."""
+    interruptions(core, (DECODED[0], {"num_speculative_tokens": 1}, DECODED[-1], FULL[0]))
 
 
 def the_longest_requests(core: EngineCore) -> None:

@@ -86,13 +86,13 @@ def wanted(directory):
     core.shutdown()
 
 
-def test_two_hosts_compute_what_one_device_does_and_end_together(directory, wanted):
+def test_two_hosts_compute_what_one_device_does_and_a_host_0_that_dies_ends_both(directory, wanted):
     """They split layers and tokens. Stages that split layers: see below."""
     layout = {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}
-    with two_hosts(host_scenario, directory, **layout) as hosts:
+    with two_hosts(host_scenario, directory, "on", **layout) as hosts:
         assert wanted[:6] == wanted[6:] and wanted[0] == TOKENS
         assert json.loads(line_of(hosts[0], directory / "host0")) == wanted
-        assert [process.wait(60) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
+        check_death(hosts, 0, directory, TOKENS)
 
 
 def test_stages_on_two_hosts_compute_what_one_device_does(directory):
@@ -144,21 +144,7 @@ def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
         assert [process.wait(60) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
 
 
-@pytest.mark.parametrize(
-    ("killed", "name", "layout"),
-    [
-        (0, host_scenario.NAME, {"tensor_parallel_size": 4}),
-        (1, rank_scenario.NAME, {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
-    ],
-    ids=["host 0 of one mesh", "host 1 of two ranks of two"],
-)
-def test_a_host_that_dies_ends_all_requests_and_the_other_host(directory, killed, name, layout):
-    model = goldens.golden(name)
-    with two_hosts(host_scenario, directory, model=str(model.directory), enable_lora=False, **layout) as hosts:
-        check_death(hosts, killed, directory, model.results[0].tokens[:8])
-
-
-def test_two_stages_compute_what_one_device_does_and_a_host_that_dies_ends_both(directory, wanted):
+def test_two_stages_compute_what_one_device_does_and_a_host_1_that_dies_ends_both(directory, wanted):
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}
     with two_hosts(host_scenario, directory, "on", **layout) as hosts:
         assert json.loads(line_of(hosts[0], directory / "host0")) == wanted

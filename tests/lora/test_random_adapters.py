@@ -78,7 +78,7 @@ class _Load:
             call()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     num_slots=st.sampled_from([1, 2, 4]),

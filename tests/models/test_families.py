@@ -17,12 +17,12 @@ def logprobs(logits_TV: np.ndarray) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits_TV, axis=-1))
 
 
-VARIANTS_OF_LLAMA = [
-    name for name in goldens.NAMES if name.startswith("llama_") and name not in ("llama_gqa", "llama_rope_llama3")
-]
+OF_EACH_KIND = ["llama_gqa", "llama_rope_llama3", "gpt2", "qwen3_moe", "gemma3", "gemma4", "gpt_oss", "deepseek_v3"]
+OF_EACH_KIND += ["qwen3_next", "nemotron_h", "lfm2", "mimo_v2_flash"]
+"""What other families are composed of."""
 
 
-@pytest.mark.parametrize("name", slow_except([name for name in goldens.NAMES if name not in VARIANTS_OF_LLAMA], goldens.NAMES))
+@pytest.mark.parametrize("name", slow_except(OF_EACH_KIND, goldens.NAMES))
 def test_logits_logprobs_and_greedy_tokens_equal_transformers(name):
     golden = goldens.golden(name)
     config, state = goldens.load(golden.directory)

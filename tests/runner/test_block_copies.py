@@ -39,7 +39,6 @@ NUM_BLOCKS = 64
 CASES: list[list[Any]] = [
     ["qwen3", {}],
     ["qwen3", {"kv_cache_dtype": "fp8"}],
-    ["qwen2", {"dtype": "bfloat16", "tensor_parallel_size": 2}],
     ["gemma3", {"tensor_parallel_size": 2}],  # windows; several groups share arrays
     ["gemma4", {"tensor_parallel_size": 2}],  # heads of two widths in an array
     ["llama_mqa", {"tensor_parallel_size": 4}],  # one KV head, copied

@@ -26,8 +26,6 @@ NUM_BLOCKS = 64
 SIZES = {"kv_offloading_size": 0.002, "num_gpu_blocks_override": NUM_BLOCKS, "warmup": "lazy", "kv_role": "decode"}
 CASES: list[dict[str, Any]] = [
     {},
-    {"dtype": "bfloat16"},
-    {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 4, "block_size": 8},  # two KV heads, copied
     {"kv_cache_dtype": "fp8", "dtype": "bfloat16", "tensor_parallel_size": 2},
 ]

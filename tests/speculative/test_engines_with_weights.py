@@ -116,7 +116,8 @@ def test_the_demo_models_eagle_head_is_mostly_right():
     """Tokens per step are about those of docs/DEMO_MODEL.md."""
     demo = resolve_model("demo")
     options = {"method": "eagle3", "model": str(demo.parent / "demo_eagle3"), "num_speculative_tokens": 4}
-    core = engines.make_core(TARGET.name, model=str(demo), speculative_config=options)
+    one_row = {"max_num_seqs": 1, "decode_buckets": (1,), "max_num_batched_tokens": 32, "token_buckets": (32,)}
+    core = engines.make_core(TARGET.name, model=str(demo), speculative_config=options, **one_row)
     engines.reschedule(core, max_in_flight=1)
     prompts = ["def fibonacci(n):", "class Stack:\n    def push(self, item):\n", "import os\n\n\ndef list_files(path):\n"]
     num_steps = 0

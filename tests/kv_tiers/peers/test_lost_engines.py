@@ -163,7 +163,7 @@ CASES: list[list[Any]] = [
         {"kv_cache_dtype": "fp8"},
     ],
     ["gemma3", {}, {}],
-    ["glm_moe_dsa", {"tensor_parallel_size": 2}, {}],
+    ["glm_moe_dsa", {}, {}],
 ]
 
 
