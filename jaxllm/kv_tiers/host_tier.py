@@ -89,6 +89,9 @@ class HostTier:
         found = {*here, *behind}
         return [name for name in names if name in found]
 
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return self._stores.awaited(self.contents.missing(names)) if self._has_stores else ()
+
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
             return ()

@@ -44,6 +44,9 @@ class CacheTier(Protocol):
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now."""
 
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        """The contents among these that it cannot load yet and may later, because another engine computes them: loads wait for them."""
+
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         """Choose which of these contents to load instead of computing so many tokens: all, if that takes less time than to compute them;
         else those that come faster, about which it is asked again, or none."""
@@ -108,6 +111,13 @@ class KeepingTier(CacheTier, Protocol):
     def keep(self, names: Iterable[bytes], find: Callable[[bytes], KVCacheBlock | None]) -> None:
         """Store these contents soon: their blocks are full once the step that is being planned has run. `find` finds a block of a content
         from the next step on, as long as there is one."""
+
+    def announce(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
+        """As `hand_over`, for a request that has yet to compute most of these contents: each can be fetched once it is stored. `hand_over`
+        then returns the same, and `withdraw` is called in its place if the request ends otherwise."""
+
+    def withdraw(self, request: Request) -> None:
+        """A request has ended that did not compute all that was announced, if anything was: the rest will not come."""
 
     def hand_over(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
         """A request has ended, whose prompt has these contents: keep them until another engine has fetched them. Returns what that engine

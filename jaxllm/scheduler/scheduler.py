@@ -252,8 +252,11 @@ class Scheduler:
             self._end_load(request)
             self.waiting.remove(request)
         request.status = status
-        if request.is_kept_for_decode and self.cache_manager.loading is not None and status in _COMPLETED:
-            request.kv_transfer_params = self.cache_manager.loading.hand_over(request)
+        if request.is_kept_for_decode and self.cache_manager.loading is not None:
+            if status in _COMPLETED:
+                request.kv_transfer_params = self.cache_manager.loading.hand_over(request)
+            else:
+                self.cache_manager.loading.withdraw(request)
         self.waiting.note_end(request)
         self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
@@ -667,6 +670,8 @@ class Scheduler:
                 self._drop_finished_from_running()
             if result.errors or result.not_finite:
                 self._discard_failed(shares, result)
+            if self.cache_manager.loading is not None:
+                outputs += self.cache_manager.loading.announce(request for request, _, _ in shares)
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
@@ -734,6 +739,10 @@ class Scheduler:
         if was_reset:
             self._forget(stored=True, external=reset_external)
         return was_reset
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Find these contents no more: another engine computed them wrongly. Requests that wait for more blocks do without them."""
+        self.cache_manager.discard(names)
 
     def _forget(self, *, stored: bool, external: bool = False) -> None:
         """Drop what devices hold in addition to the blocks of requests. stored, external: see CacheTier."""

@@ -78,6 +78,9 @@ class FakeTier:
     def match(self, names: Sequence[bytes]) -> set[bytes]:
         return self.contents.keys() & names
 
+    def awaited(self, names: Sequence[bytes]) -> list[bytes]:
+        return []
+
     def sources(self, names: Sequence[bytes]) -> list[str]:
         """By the last bit of a name."""
         return [("host", "disk")[name[-1] % 2] for name in names]

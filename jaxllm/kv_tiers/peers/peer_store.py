@@ -14,7 +14,7 @@ from jaxllm.kv_tiers.peers import client
 from jaxllm.kv_tiers.peers.addresses import NotAllowedError
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, RefusedError, Target
 from jaxllm.kv_tiers.peers.identity import Identity
-from jaxllm.kv_tiers.peers.messages import Code
+from jaxllm.kv_tiers.peers.messages import Attached, Change, Code
 from jaxllm.kv_tiers.peers.peer import Peer
 from jaxllm.kv_tiers.slot_store import Regions, SlotMemory, Transfer
 from jaxllm.log import logger
@@ -40,6 +40,16 @@ class _Lease:
     """Once it is done, the contents can be found."""
     num_reads: int = 0
     """Pulls under way."""
+    awaited: set[bytes] = field(default_factory=set)
+    """Contents that may come, but cannot be fetched yet."""
+    stored: set[bytes] = field(default_factory=set)
+    """Contents that could be fetched, as far as the prefill engine told which."""
+    num_stored: int = 0
+    num_lost: int = 0
+    """Contents that it told of as stored, and as lost."""
+    is_computing: bool = True
+    """Whether the prefill engine computes the rest; if not, it only stores them."""
+    grew_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -92,6 +102,14 @@ class PeerStore:
         self._leases: dict[tuple[Target, str], _Lease] = {}
         self._leases_of: dict[bytes, list[_Lease]] = {}
         """The leases that have each content."""
+        self._growing: dict[_Lease, None] = {}
+        """Leases that prefill engines are asked for the growth of."""
+        self._awaiting: dict[_Lease, None] = {}
+        """Leases with contents that may come."""
+        self._followed: set[Peer] = set()
+        """Prefill engines that were asked for the growth of leases and have not answered."""
+        self._news: list[tuple[_Lease, Change]] = []
+        """Growth that `take_news` has not processed."""
         self._faults: dict[str, str] = {}
         """Why blocks of requests did not come."""
         self._finished: list[Transfer] = []
@@ -104,7 +122,7 @@ class PeerStore:
     # Leases
 
     def attach(self, request_id: str, target: Target, number: str) -> "Future[Sequence[bytes]]":
-        """Use a lease for a request. The future has the names of its contents, or the error."""
+        """Use a lease for a request. The future has the names of its contents, of which some may come later, or the error."""
         with self._lock:
             lease = self._leases.get((target, number))
             if lease is None:
@@ -142,19 +160,91 @@ class PeerStore:
     def _blame(self, lease: _Lease, text: str) -> None:
         self._faults.update(dict.fromkeys(lease.users, text))
 
-    def _note_attached(self, lease: _Lease, future: "Future[Sequence[bytes]]") -> None:
+    def _note_attached(self, lease: _Lease, future: "Future[Attached]") -> None:
         with self._lock:
             if (error := _error_of(future)) is not None:
                 self._note_failure(lease, error)
                 lease.attached.set_exception(error)
             else:
-                names = future.result()
+                answer = future.result()
                 if (lease.peer.target, lease.number) in self._leases:
-                    for name in names:
-                        self._leases_of.setdefault(name, []).append(lease)
-                lease.attached.set_result(names)
+                    if answer.is_complete:
+                        self._add(lease, answer.names)
+                    else:
+                        lease.awaited.update(answer.names)
+                        self._growing[lease] = self._awaiting[lease] = None
+                        self._follow(lease.peer)
+                lease.attached.set_result(answer.names)
                 self._end_unused(lease)
         self._wake()
+
+    def _add(self, lease: _Lease, names: Iterable[bytes]) -> None:
+        """Find these contents in a lease from now on."""
+        for name in names:
+            self._leases_of.setdefault(name, []).append(lease)
+
+    # Contents that come while a prefill engine computes
+
+    def _follow(self, peer: Peer) -> None:
+        """Ask a prefill engine for the growth of leases, unless it has yet to answer."""
+        known = {lease.number: (lease.num_stored, lease.num_lost) for lease in self._growing if lease.peer is peer}
+        if known and peer not in self._followed and not peer.is_closed:
+            self._followed.add(peer)
+            peer.follow(known).add_done_callback(partial(self._note_growth, peer, list(known)))
+
+    def _note_growth(self, peer: Peer, asked: Iterable[str], future: "Future[dict[str, Change | None]]") -> None:
+        with self._lock:
+            self._followed.discard(peer)
+            leases = [lease for number in asked if (lease := self._leases.get((peer.target, number))) in self._growing]
+            error = _error_of(future)
+            found = {} if error is not None else future.result()
+            for lease in leases:
+                assert lease is not None
+                if error is not None:
+                    self._note_failure(lease, error)
+                elif lease.number in found and (change := found[lease.number]) is None:
+                    self._note_failure(lease, RefusedError(Code.LEASE, "there is no such lease, or it has ended"))
+                elif lease.number in found and change is not None:
+                    lease.num_stored += len(change.stored)
+                    lease.num_lost += len(change.lost)
+                    lease.grew_at = time.monotonic()
+                    if change.is_complete:
+                        del self._growing[lease]
+                    self._news.append((lease, change))
+            self._follow(peer)
+        if found or error is not None:
+            self._wake()
+
+    def take_news(self) -> list[bytes]:
+        """Process what prefill engines told of the growth of leases; nothing changes in between, so that no plan finds a part of it.
+        Returns contents that could be fetched and are wrong: requests may have them."""
+        if not (self._news or self._awaiting):
+            return []
+        wrong: list[bytes] = []
+        with self._lock:
+            news, self._news = self._news, []
+            for lease, change in news:
+                lease.stored.update(change.stored)
+                wrong += [name for name in change.lost if name in lease.stored]
+                if (lease.peer.target, lease.number) in self._leases:
+                    self._grow(lease, change)
+            now = time.monotonic()
+            for lease in [lease for lease in self._growing if not lease.is_computing and now - lease.grew_at > self._timeout]:
+                del self._growing[lease]
+                self._grow(lease, Change([], list(lease.awaited), False, True))
+        return wrong
+
+    def _grow(self, lease: _Lease, change: Change) -> None:
+        lease.is_computing = change.is_computing
+        self._add(lease, change.stored)
+        lease.awaited.difference_update(change.stored, change.lost)
+        if change.is_complete:
+            lease.awaited.clear()
+            self._awaiting.pop(lease, None)
+        if change.lost:
+            self.failures["missing"] += 1
+            self._blame(lease, "it did not compute or store all of them")
+            self._remove(lease, change.lost)
 
     def _note_ended(self, peer: Peer, future: "Future[None]") -> None:
         """A lease has ended that no request used. An engine that did not end it gives its place among MAX_PEERS to others."""
@@ -172,6 +262,8 @@ class PeerStore:
         """Find nothing in a lease any more. Returns whether it was known."""
         if self._leases.pop((lease.peer.target, lease.number), None) is None:
             return False
+        self._growing.pop(lease, None)
+        self._awaiting.pop(lease, None)
         if lease.attached.done() and _error_of(lease.attached) is None:
             self._remove(lease, lease.attached.result())
         return True
@@ -264,6 +356,14 @@ class PeerStore:
     def find(self, names: Sequence[bytes]) -> Collection[bytes]:
         with self._lock:
             return [name for name in names if name in self._leases_of] if self._leases_of else ()
+
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        if not self._awaiting:
+            return ()
+        with self._lock:
+            found = [lease.awaited for lease in self._awaiting]
+            missing = [name for name in names if name not in self._leases_of]
+            return {name for name in missing if any(name in awaited for awaited in found)}
 
     def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
         with self._lock:
@@ -406,6 +506,7 @@ class PeerStore:
             assert all(lease in known for leases in self._leases_of.values() for lease in leases), (
                 "a lease is found that has ended"
             )
+            assert self._growing.keys() <= known and self._awaiting.keys() <= known, "a lease grows that has ended"
             assert not self._faults, "faults are kept of requests that have ended"
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.framing import WireError
@@ -24,6 +24,8 @@ BLOCK_SECONDS = 10.0
 """The longest time that a reader may take for a block."""
 STORE_SECONDS = 5.0
 """The longest wait for a content that is still being stored."""
+FOLLOW_SECONDS = 0.2
+"""The longest wait for the growth of leases, before those are asked for again that were attached meanwhile."""
 MAX_STRANGERS = 64
 """Connections whose handshake is not over: for one more, the oldest is closed."""
 MAX_CONNECTIONS = 512
@@ -212,9 +214,14 @@ class Server:
         match message:
             case messages.Attach(number):
                 try:
-                    channel.send(messages.Attached(number, list(self._leases.attach(number, channel))), BLOCK_SECONDS)
+                    names, is_complete = self._leases.attach(number, channel), self._leases.growth(number).is_complete
+                    channel.send(messages.Attached(number, list(names), is_complete), BLOCK_SECONDS)
                 except NoLeaseError as error:
                     channel.send(messages.Refused(messages.Code.LEASE, str(error)), BLOCK_SECONDS)
+            case messages.Follow(known):
+                grown = self._leases.follow(known, FOLLOW_SECONDS)
+                changes = {number: each and messages.Change(*map(_plain, each)) for number, each in grown.items()}
+                channel.send(messages.Grown(changes), BLOCK_SECONDS)
             case messages.Pull(number, names):
                 self._send_contents(channel, number, names)
             case messages.Renew(numbers):
@@ -255,6 +262,10 @@ class Server:
             sums = [self._memory.sums[slot].tobytes() for slot in slots]
             channel.send(messages.Slots(names, [self._memory.offset(slot) for slot in slots], sums), BLOCK_SECONDS)
             there.clear()
+
+
+def _plain(value: Sequence[bytes] | bool) -> Any:
+    return value if isinstance(value, bool) else list(value)
 
 
 def _refuse(channel: Channel, code: str, text: str) -> bool:
