@@ -64,6 +64,8 @@ class FakeTier:
         self.patience_seconds, self.min_tokens = patience_seconds, 1
         self.listener: TierListener | None = None
         self.contents: dict[bytes, list[Any]] = {}
+        self.coming: dict[bytes, list[Any]] = {}
+        """Contents that another engine computes: a test moves them to the others."""
         self.stores: dict[bytes, tuple[int, list[Any]]] = {}
         """Contents by name that are right once a step is done."""
         self.loads: dict[int, _Load] = {}
@@ -79,7 +81,7 @@ class FakeTier:
         return self.contents.keys() & names
 
     def awaited(self, names: Sequence[bytes]) -> list[bytes]:
-        return []
+        return [name for name in names if name in self.coming]
 
     def sources(self, names: Sequence[bytes]) -> list[str]:
         """By the last bit of a name."""

@@ -141,7 +141,7 @@ class Connection:
             raise WireError("the answer to Attach is another one")
         return answer
 
-    def follow(self, known: dict[str, tuple[int, int]]) -> dict[str, messages.Change | None]:
+    def follow(self, known: dict[str, tuple[int, int, bool]]) -> dict[str, messages.Change | None]:
         """Wait until leases grow; see `messages.Follow`."""
         self._channel.send(messages.Follow(known), self._seconds)
         answer = self._channel.receive(self._seconds)

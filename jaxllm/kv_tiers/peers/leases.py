@@ -170,17 +170,19 @@ class Leases:
         with self._changed:
             return self._find(number).growth(num_stored, num_lost)
 
-    def follow(self, known: Mapping[str, tuple[int, int]], seconds: float) -> dict[str, Growth | None]:
-        """Wait, for at most so long, until any of these leases has grown since so many of its contents were stored and lost, or is
-        complete. Returns the growth of those; None for a lease that has ended."""
+    def follow(self, known: Mapping[str, tuple[int, int, bool]], seconds: float) -> dict[str, Growth | None]:
+        """Wait, for at most so long, until any of these leases has grown since so many of its contents were stored and lost, is computed, in
+        contrast to what is known, or complete. Returns the growth of those; None for a lease that has ended."""
 
         def changes() -> dict[str, Growth | None]:
             found: dict[str, Growth | None] = {}
-            for number, counts in known.items():
+            for number, (num_stored, num_lost, is_computing) in known.items():
                 lease = self._leases.get(number)
                 if lease is None or self._is_over(lease):
                     found[number] = None
-                elif (growth := lease.growth(*counts)).stored or growth.lost or growth.is_complete:
+                    continue
+                growth = lease.growth(num_stored, num_lost)
+                if growth.stored or growth.lost or growth.is_complete or growth.is_computing != is_computing:
                     found[number] = growth
             return found
 

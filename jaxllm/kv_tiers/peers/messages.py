@@ -63,9 +63,10 @@ class Attached(Message, tag="attached"):
 
 
 class Follow(Message, tag="follow"):
-    """Wait until leases grow: how many stored and lost contents this end knows of each. `Grown` answers, soon even if none does."""
+    """Wait until leases grow: how many stored and lost contents this end knows of each, and whether it is computed. `Grown` answers, soon
+    even if none does."""
 
-    leases: dict[str, tuple[int, int]]
+    leases: dict[str, tuple[int, int, bool]]
 
 
 class Change(msgspec.Struct, array_like=True):

@@ -108,7 +108,7 @@ class Peer:
         """See Connection, as for the next three."""
         return self._control.submit(lambda connection: connection.attach(lease))
 
-    def follow(self, known: dict[str, tuple[int, int]]) -> "Future[dict[str, Change | None]]":
+    def follow(self, known: dict[str, tuple[int, int, bool]]) -> "Future[dict[str, Change | None]]":
         return self._news.submit(lambda connection: connection.follow(known))
 
     def renew(self, leases: Sequence[str]) -> "Future[None]":

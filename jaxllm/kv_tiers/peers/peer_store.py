@@ -187,7 +187,7 @@ class PeerStore:
 
     def _follow(self, peer: Peer) -> None:
         """Ask a prefill engine for the growth of leases, unless it has yet to answer."""
-        known = {lease.number: (lease.num_stored, lease.num_lost) for lease in self._growing if lease.peer is peer}
+        known = {lease.number: (lease.num_stored, lease.num_lost, lease.is_computing) for lease in self._growing if lease.peer is peer}
         if known and peer not in self._followed and not peer.is_closed:
             self._followed.add(peer)
             peer.follow(known).add_done_callback(partial(self._note_growth, peer, list(known)))
@@ -207,7 +207,7 @@ class PeerStore:
                 elif lease.number in found and change is not None:
                     lease.num_stored += len(change.stored)
                     lease.num_lost += len(change.lost)
-                    lease.grew_at = time.monotonic()
+                    lease.is_computing, lease.grew_at = change.is_computing, time.monotonic()
                     if change.is_complete:
                         del self._growing[lease]
                     self._news.append((lease, change))
@@ -235,7 +235,6 @@ class PeerStore:
         return wrong
 
     def _grow(self, lease: _Lease, change: Change) -> None:
-        lease.is_computing = change.is_computing
         self._add(lease, change.stored)
         lease.awaited.difference_update(change.stored, change.lost)
         if change.is_complete:
