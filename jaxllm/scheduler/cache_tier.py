@@ -74,8 +74,9 @@ class CacheTier(Protocol):
     def discard(self, names: Sequence[bytes]) -> None:
         """These contents were computed wrongly."""
 
-    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
-        """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
+        """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens.
+        decodes: requests wait for tokens that the step draws, so it should not take much longer."""
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
         """The step is planned. Returns operations of the loads that began with it, which come before all others of the step."""
@@ -88,7 +89,10 @@ class CacheTier(Protocol):
         """Return when the state of a load changed, or after this time. Called while nothing else can be done."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """A step of so many tokens took so long, some of them of prompts."""
+
+    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
+        """A step of decodes alone, with these operations, took so long."""
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add its numbers."""

@@ -97,14 +97,14 @@ class Loading:
 
     # Steps
 
-    def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False) -> None:
-        """A step is about to be planned: process what has arrived. others_run: whether any request runs."""
+    def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False, decodes: bool = False) -> None:
+        """A step is about to be planned: process what has arrived. others_run: whether any request runs. decodes: see CacheTier."""
         now = time.monotonic()
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now
         self._ops = []
         for tier in self._tiers:
-            found = tier.begin_step(step_id, done_step_id)
+            found = tier.begin_step(step_id, done_step_id, decodes=decodes)
             if found is not NOTHING:
                 self._ops += found.ops
                 self._end_loaded(tier, found.loaded)
@@ -411,9 +411,18 @@ class Loading:
             tier.forget(stored=stored, external=external)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """See CacheTier, as for the next one."""
         for tier in self._tiers:
             tier.note_step(num_tokens, seconds)
+
+    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
+        for tier in self._tiers:
+            tier.note_decodes(ops, seconds)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for blocks."""
+        return bool(self._loads)
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the numbers of all tiers."""

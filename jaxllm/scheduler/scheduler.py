@@ -326,7 +326,8 @@ class Scheduler:
                 room.begin_step(decodes=decodes)
         if self.cache_manager.loading is not None:
             loading = self.cache_manager.loading
-            loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running))
+            decodes = loading.is_loading and self.decodes
+            loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running), decodes=decodes)
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders, self.running)
@@ -699,8 +700,11 @@ class Scheduler:
         """Record how long a step took that began when the step before it ended."""
         if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
-        if self.cache_manager.loading is not None and plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
-            self.cache_manager.loading.note_step(plan.num_tokens, seconds)
+        if (loading := self.cache_manager.loading) is not None:
+            if plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
+                loading.note_step(plan.num_tokens, seconds)
+            else:
+                loading.note_decodes(plan.ops, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:
         """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""

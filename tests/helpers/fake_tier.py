@@ -138,7 +138,10 @@ class FakeTier:
             self.contents.pop(name, None)
             self.stores.pop(name, None)
 
-    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
+    def note_decodes(self, ops: Sequence[DeviceOp], seconds: float) -> None:
+        """See CacheTier."""
+
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         self.step_id = step_id
         for name, (stored_at, content) in list(self.stores.items()):
             if stored_at <= done_step_id:
