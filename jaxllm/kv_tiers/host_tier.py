@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
-from jaxllm.kv_tiers.copy_pace import CopyPace
 from jaxllm.kv_tiers.copies import Copies, Load, Part, StoreCopy, Worth
 from jaxllm.kv_tiers.copy_counts import CopyCounts, LostBlocks
+from jaxllm.kv_tiers.copy_pace import CopyPace
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
@@ -237,7 +237,9 @@ class HostTier:
         self._worth.note_step(num_tokens, seconds)
 
     def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
-        counts = (len(op.slots) if isinstance(op, StageBlocks) else len(op.block_ids) for op in ops if isinstance(op, _OF_LOADS))
+        counts = (
+            len(op.slots) if isinstance(op, StageBlocks) else len(op.block_ids) for op in ops if isinstance(op, _OF_LOADS)
+        )
         self._pace.note(sum(counts), seconds)
 
     def forget(self, *, stored: bool, external: bool = False) -> None:

@@ -363,7 +363,12 @@ class Loading:
         outputs: list[EngineCoreOutput] = []
         for request in requests if self._keepers and not self._manager.states.num_blocks else ():
             transfer = request.options.kv_transfer
-            if transfer is None or not transfer.tells_early or request.is_announced or request.status is not RequestStatus.RUNNING:
+            if (
+                transfer is None
+                or not transfer.tells_early
+                or request.is_announced
+                or request.status is not RequestStatus.RUNNING
+            ):
                 continue
             request.is_announced = True
             num_blocks = self._manager.num_blocks_of_prompt(request)

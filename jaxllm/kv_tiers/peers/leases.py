@@ -60,7 +60,9 @@ class Lease:
 
     def growth(self, num_stored: int, num_lost: int) -> Growth:
         """What is new to an engine that knows of so many stored and lost contents."""
-        return Growth(self.stored[num_stored:], self.lost[num_lost:], self.is_computing, not (self.pending or self.is_computing))
+        return Growth(
+            self.stored[num_stored:], self.lost[num_lost:], self.is_computing, not (self.pending or self.is_computing)
+        )
 
     def drop(self, names: Collection[bytes]) -> None:
         """These of its contents are lost, if they are not already."""
@@ -171,8 +173,8 @@ class Leases:
             return self._find(number).growth(num_stored, num_lost)
 
     def follow(self, known: Mapping[str, tuple[int, int, bool]], seconds: float) -> dict[str, Growth | None]:
-        """Wait, for at most so long, until any of these leases has grown since so many of its contents were stored and lost, is computed, in
-        contrast to what is known, or complete. Returns the growth of those; None for a lease that has ended."""
+        """Wait, for at most so long, until any of these leases differs from what is known of it, or is complete: how many of its contents
+        were stored and lost, and whether it is computed. Returns the growth of those; None for a lease that has ended."""
 
         def changes() -> dict[str, Growth | None]:
             found: dict[str, Growth | None] = {}

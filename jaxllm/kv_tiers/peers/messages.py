@@ -1,8 +1,8 @@
 """Messages between a decode engine and a prefill engine, whose blocks it fetches.
 
 The decode engine connects and begins with `Hello`; both answer each other's with `Proof`. Then it sends `Attach`, `Follow`, `Pull`,
-`Renew`, `Done` and `Map`, of which only `Renew` and `Done` are not answered. Nothing is encrypted. If both have a token, each proves that it knows it,
-without sending it.
+`Renew`, `Done` and `Map`, of which only `Renew` and `Done` are not answered. Nothing is encrypted. If both have a token, each proves that
+it knows it, without sending it.
 """
 
 import hashlib

@@ -5,14 +5,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.framing import WireError
 from jaxllm.kv_tiers.peers import messages
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.identity import Identity
-from jaxllm.kv_tiers.peers.leases import Leases, NoLeaseError
+from jaxllm.kv_tiers.peers.leases import Growth, Leases, NoLeaseError
 from jaxllm.kv_tiers.slot_store import SlotMemory
 from jaxllm.log import logger
 
@@ -220,7 +220,7 @@ class Server:
                     channel.send(messages.Refused(messages.Code.LEASE, str(error)), BLOCK_SECONDS)
             case messages.Follow(known):
                 grown = self._leases.follow(known, FOLLOW_SECONDS)
-                changes = {number: each and messages.Change(*map(_plain, each)) for number, each in grown.items()}
+                changes = {number: None if each is None else _change(each) for number, each in grown.items()}
                 channel.send(messages.Grown(changes), BLOCK_SECONDS)
             case messages.Pull(number, names):
                 self._send_contents(channel, number, names)
@@ -264,8 +264,8 @@ class Server:
             there.clear()
 
 
-def _plain(value: Sequence[bytes] | bool) -> Any:
-    return value if isinstance(value, bool) else list(value)
+def _change(growth: Growth) -> messages.Change:
+    return messages.Change(list(growth.stored), list(growth.lost), growth.is_computing, growth.is_complete)
 
 
 def _refuse(channel: Channel, code: str, text: str) -> bool:

@@ -88,7 +88,7 @@ class Pair:
         """Whether nothing of a lease is left at both ends."""
         stores = [runner.core._tiers[0]._stores._stores[0] for runner in (self.decode, self.failing)]  # type: ignore[attr-defined]
         return all(lease.is_over for lease in self.leases._leases.values()) and not any(
-            store._leases or store._growing or store._awaiting or store._num_lent.total() for store in stores
+            store._leases or store._following._awaiting or store._num_lent.total() for store in stores
         )
 
 
@@ -109,9 +109,7 @@ def num_arrived(runner: Runner, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "tcp"])
-def test_blocks_arrive_while_later_ones_are_computed(
-    pair: Pair, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_arrive_while_later_ones_are_computed(pair: Pair, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if transport == "tcp":
         monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")
         (store,) = pair.decode.core._tiers[0]._stores._stores  # type: ignore[attr-defined]
