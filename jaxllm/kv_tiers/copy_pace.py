@@ -1,4 +1,4 @@
-"""How many blocks are copied to the devices with a step, so that requests that decode meanwhile wait little longer for their tokens."""
+"""How many blocks a step copies to the devices, so that requests that decode meanwhile wait little longer for their tokens."""
 
 from collections import deque
 from statistics import median

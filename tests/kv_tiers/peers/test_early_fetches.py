@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from jaxllm.device_ops import GatherBlocks
+from jaxllm.engine.fault_points import injected
 from jaxllm.kv_tiers.peers import client
 from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.request import ErrorKind, FinishReason, RequestStatus
+from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.engines import make_core
 from tests.helpers.waiting import wait_until
@@ -102,8 +103,6 @@ def pair() -> Iterator[Pair]:
 
 def num_arrived(runner: Runner, prompt: list[int]) -> int:
     """Blocks of a prompt that the prefix cache of a decode engine has."""
-    from jaxllm.request import EngineCoreRequest, Request
-
     probe = Request(EngineCoreRequest(request_id="probe", prompt_token_ids=list(prompt), sampling_params=GREEDY))
     return runner.core.scheduler.num_cached_tokens(probe) // 16  # type: ignore[attr-defined]
 
@@ -274,6 +273,18 @@ def test_a_prefill_engine_that_stores_nothing_more_is_not_awaited(pair: Pair, mo
     tokens, last = pair.decode.finish()[request_id]
     assert tokens == pair.one.run(prompt)[0] and 16 <= last.num_cached_tokens < 16 * NUM_FULL
     pair.prefill.finish()
+    wait_until(pair.is_idle)
+
+
+def test_a_connection_that_fails_while_it_waits_for_more(pair: Pair) -> None:
+    prompt = pair.prompt()
+    _, params = pair.begin(prompt)
+    with injected("kv.follow:2:error"):
+        request_id = pair.decode.send(prompt, GREEDY, read_kv_transfer(params))
+        tokens, last = pair.decode.finish()[request_id]
+    assert tokens == pair.one.run(prompt)[0] and last.num_cached_tokens < 16 * NUM_FULL
+    pair.prefill.finish()
+    pair.leases.end_all()  # behind a connection that was lost they are kept for a while
     wait_until(pair.is_idle)
 
 
