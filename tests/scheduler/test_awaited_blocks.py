@@ -123,6 +123,19 @@ def test_blocks_that_are_to_come_are_reserved_for_nobody() -> None:
     assert request.num_cached_tokens == 32
 
 
+def test_a_load_that_waits_for_another_engine_reserves_nothing() -> None:
+    elsewhere = Elsewhere(num_blocks=13)
+    request = add(elsewhere.engine, "a2")
+    elsewhere.step()
+    assert request.status is RequestStatus.WAITING_FOR_BLOCKS
+    second = other("n", 28, 8)  # nine of twelve blocks
+    elsewhere.scheduler.add_request(second)
+    run_until(elsewhere.engine, second)
+    elsewhere.bring(8)
+    check_tokens(elsewhere.engine, request)
+    assert request.num_cached_tokens == 32
+
+
 def test_of_two_requests_that_load_the_one_whose_blocks_are_all_there_goes_first() -> None:
     elsewhere = Elsewhere(num_blocks=15)
     waiting = add(elsewhere.engine, "a2")
