@@ -104,11 +104,11 @@ class Router:
     tokens_at: dict[str, list[float]] = field(default_factory=dict)
     """When tokens of each request came."""
     legs: dict[str, EngineCoreRequest] = field(default_factory=dict)
-    """What follows each first leg."""
+    """The request behind each first leg."""
     running: set[str] = field(default_factory=set)
     keeps_running: bool = False
     arrived: set[str] = field(default_factory=set)
-    """Prompts that came beside the running requests."""
+    """Prompts that came during the running requests."""
 
     def prompt(self, length: int) -> list[int]:
         """A new one."""

@@ -30,9 +30,9 @@ class _FirstLeg:
     waiting: dict[str, EngineCoreRequest] = field(default_factory=dict)
     """The requests that continue from it, by id: the answers to one prompt."""
     sent: set[str] = field(default_factory=set)
-    """Those whose second leg runs already, and fetches blocks while this one computes more."""
+    """Requests whose second leg fetches blocks while this one computes more."""
     params: dict[str, Any] | None = None
-    """What it told early of where its blocks are."""
+    """The `kv_transfer_params` of its early output."""
     decode_rank: int | None = None
     """Where second legs were sent."""
 
@@ -146,7 +146,7 @@ class PrefillDecode(Replicas):
         return leg_id
 
     def _leave_all(self, request_ids: Iterable[str]) -> None:
-        """Requests have ended, or have all blocks of their prompts. First legs that nobody needs end too."""
+        """Requests have ended, or have all blocks of their prompts. First legs without such requests end too."""
         found = [leg_id for request_id in request_ids if (leg_id := self._leave(request_id)) is not None]
         if found:
             super().abort(found)

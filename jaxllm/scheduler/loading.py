@@ -358,7 +358,7 @@ class Loading:
             tier.keep(names, self._manager.pool.find)
 
     def announce(self, requests: Iterable[Request]) -> list[EngineCoreOutput]:
-        """Have tiers keep the blocks of those prompts that are to be told early, and of which a part is computed. Returns the outputs that
+        """Have tiers keep the blocks of prompts with `tells_early` of which a part is computed. Returns the outputs that
         tell where. States by row come with the last block, so there is nothing to fetch before."""
         outputs: list[EngineCoreOutput] = []
         for request in requests if self._keepers and not self._manager.states.num_blocks else ():

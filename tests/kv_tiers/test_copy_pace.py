@@ -1,4 +1,4 @@
-"""Copies to the devices beside decodes: how many blocks a step gets, by what steps took."""
+"""Copies to the devices during decodes: how many blocks a step gets, by what steps took."""
 
 from jaxllm.device_ops import FinishedCopy, ScatterBlocks, StageBlocks
 from jaxllm.kv_tiers.copy_pace import SHARE, CopyPace

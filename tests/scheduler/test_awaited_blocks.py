@@ -1,4 +1,4 @@
-"""Requests whose prompts another engine still computes: they hold up nobody, and give back what they hold to requests that can run."""
+"""Requests whose prompts another engine still computes: they hold up no others, and give back what they hold to requests that can run."""
 
 import random
 from typing import Any

@@ -24,7 +24,7 @@ class NoLeaseError(JaxLLMError):
 
 
 class Growth(NamedTuple):
-    """What became of the contents of a lease since some earlier state."""
+    """Changes of a lease since some earlier state."""
 
     stored: Sequence[bytes]
     """Names whose contents can be fetched by now."""
@@ -59,7 +59,7 @@ class Lease:
     """All names that were lost, before they were stored or later, in this order."""
 
     def growth(self, num_stored: int, num_lost: int) -> Growth:
-        """What is new to an engine that knows of so many stored and lost contents."""
+        """The changes since so many contents were stored and lost."""
         return Growth(
             self.stored[num_stored:], self.lost[num_lost:], self.is_computing, not (self.pending or self.is_computing)
         )

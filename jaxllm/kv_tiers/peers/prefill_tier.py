@@ -60,7 +60,7 @@ class PrefillTier(HostTier):
     def hand_over(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
         lease, answer = self._announced.pop(request.request_id, (None, None))
         if lease is not None and (lease.is_over or lease not in self._held):
-            return None  # nobody wants it any more
+            return None  # it has been ended
         if lease is None and (not names or (lease := self._open(names)) is None):
             return None
         assert lease is not None

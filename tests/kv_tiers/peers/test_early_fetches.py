@@ -34,7 +34,7 @@ class Pair:
         self.failing = Runner(make(**DECODE, kv_load_failure_policy="fail"))
         self._seeds = itertools.count(1000)
         self.outputs: list[EngineCoreOutput] = []
-        """Of the decode engine."""
+        """Outputs of the decode engine."""
 
     @property
     def runners(self) -> tuple[Runner, ...]:
