@@ -39,7 +39,7 @@ class Following:
     """The leases that grow. One connection to each prefill engine waits for changes of all; they take effect with `take`."""
 
     def __init__(self, lock: Any, wake: Callable[[], None], fail: Callable[[Lease, BaseException], None]):
-        """lock: of the store, held in all calls. wake: called when there are changes. fail: called with a lease that is of no use, and why."""
+        """lock: of the store, held in all calls. wake: called with changes. fail: called with a lease that is of no use, and why."""
         self._lock, self._wake, self._fail = lock, wake, fail
         self._growing: dict[Lease, None] = {}
         """Leases that prefill engines are asked for."""
