@@ -31,6 +31,9 @@ class KVTransfer(msgspec.Struct, frozen=True, omit_defaults=True):
     keep_for_decode: bool = False
     """do_remote_decode: this engine computes the prompt, another continues. The prompt's blocks are kept under a lease, which the
     last output's `kv_transfer_params` name."""
+    tells_early: bool = False
+    """With keep_for_decode: an output with these parameters comes as soon as the first blocks are computed, so that another engine may
+    fetch what is stored while the rest is computed. Routers of this server alone set it: no request has a key for it."""
     remote_engine_id: str | None = None
     """do_remote_prefill: the engine that has blocks of the prompt. The four fields below are set exactly if this one is."""
     lease_id: str | None = None

@@ -260,6 +260,8 @@ class Request:
     """The part of `num_cached_tokens` that tiers loaded, by source; None: there is none."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters for the decode engine that gets its prompt, whose blocks are kept. Set once it has ended."""
+    is_announced: bool = False
+    """Whether tiers were asked to tell such parameters early."""
 
     def __post_init__(self) -> None:
         spec, params = self.spec, self.spec.sampling_params

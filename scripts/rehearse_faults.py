@@ -36,7 +36,7 @@ SILENCE_SECONDS = 10.0
 """Within which a host that is silent, and not gone, must be noticed."""
 ON_TWO_HOSTS = "--data-parallel-size 2 --nnodes 2"
 STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2 --warmup background"
-TWO_ROLES = f"--prefill 1 --decode 2 --prefill-threshold {THRESHOLD} --kv-offloading-size 0.5 --warmup lazy"
+TWO_ROLES = f"--prefill 1 --decode 2 --prefill-threshold {THRESHOLD} --kv-offloading-size 0.5 --warmup lazy --max-num-batched-tokens 128"
 LEASES_END_WITHIN_SECONDS = 45.0
 """Leases that no engine asked for end after 30 s."""
 LAYERS_ON_TWO_HOSTS = "--tensor-parallel-size 2 --nnodes 2 --warmup background"

@@ -183,6 +183,10 @@ class RanksScheduler:
 
     # Operations on the whole state
 
+    def discard(self, names: Sequence[bytes]) -> None:
+        for rank in self.ranks:
+            rank.discard(names)
+
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         if not reset_running_requests and any(rank.holds_blocks for rank in self.ranks):
             return False

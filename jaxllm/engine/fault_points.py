@@ -46,6 +46,7 @@ PLACES = {
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
     "kv.hello": Place("core", "jaxllm.kv_tiers.peers.client", "_greet"),
+    "kv.follow": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.follow"),
     "kv.pull": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.pull"),
     "kv.locate": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.locate"),
     "kv.receive": Place(

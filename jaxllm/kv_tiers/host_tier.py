@@ -9,6 +9,7 @@ from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBl
 from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
 from jaxllm.kv_tiers.copies import Copies, Load, Part, StoreCopy, Worth
 from jaxllm.kv_tiers.copy_counts import CopyCounts, LostBlocks
+from jaxllm.kv_tiers.copy_pace import CopyPace
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
@@ -27,6 +28,7 @@ READ_AHEAD_SHARE = 1 / 2
 """Largest part of the slots for what a load will want of stores."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
+_OF_LOADS = (StageBlocks, ScatterBlocks)
 _SOURCE = "host"
 """See CacheTier.sources."""
 
@@ -76,6 +78,9 @@ class HostTier:
         self._over: list[FinishedCopy] = []
         """Copies that are over and not processed. One that failed stays while its step is not done."""
         self._step_id = self._done_step_id = 0
+        self._pace = CopyPace(copies.max_blocks)
+        self._most_copied: int | None = None
+        """Most blocks that the step which is being planned stages, and most that it writes, unless one part has more; None: any number."""
         self._num_stored = self._num_loaded = self._num_damaged = 0
         self._stores_counted, self._loads_counted, self._lost = CopyCounts(), CopyCounts(), LostBlocks()
         self._allocated = Observations(COPY_BLOCKS)
@@ -88,6 +93,9 @@ class HostTier:
             return here
         found = {*here, *behind}
         return [name for name in names if name in found]
+
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return self._stores.awaited(self.contents.missing(names)) if self._has_stores else ()
 
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         if num_tokens < self._min_tokens:
@@ -189,8 +197,9 @@ class HostTier:
                 self.contents.remove(content)
         self._stores.discard(names)
 
-    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
+        self._most_copied = self._pace.most if decodes and self._loads else None
         if over := [*self._over, *self._copies.finished()]:
             self._over = []
             for copy in over:
@@ -226,6 +235,12 @@ class HostTier:
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         self._worth.note_step(num_tokens, seconds)
+
+    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
+        counts = (
+            len(op.slots) if isinstance(op, StageBlocks) else len(op.block_ids) for op in ops if isinstance(op, _OF_LOADS)
+        )
+        self._pace.note(sum(counts), seconds)
 
     def forget(self, *, stored: bool, external: bool = False) -> None:
         if stored:
@@ -333,26 +348,36 @@ class HostTier:
             self.contents.release(content)
 
     def _scatters(self) -> list[AnyDeviceOp]:
-        """Write the parts that are staged."""
+        """Write the parts that are staged, or as many as the step may."""
         ops: list[AnyDeviceOp] = []
+        num_blocks = 0
         for load in self._loads.values():
-            for part in load.staged:
-                number = next(self._numbers)
+            while load.staged and self._may_copy(num_blocks, load.staged[0]):
+                part, number = load.staged.pop(0), next(self._numbers)
+                num_blocks += len(part.contents)
                 self._writing[number], part.step_id = part, self._step_id
                 ops.append(ScatterBlocks(number, part.staging, part.block_ids))
-            load.staged.clear()
         return ops
+
+    def _may_copy(self, num_blocks: int, part: Part) -> bool:
+        """Whether a step that copies so many blocks may copy a part too."""
+        return not num_blocks or self._most_copied is None or num_blocks + len(part.contents) <= self._most_copied
 
     def _stages(self) -> list[AnyDeviceOp]:
         """Stage as many parts as there are buffers, those of the earliest loads first."""
         ops: list[AnyDeviceOp] = []
+        num_blocks = 0
         for load in self._loads.values():
             while self._free_staging and (part := load.next_part()) is not None:
+                if not self._may_copy(num_blocks, part):
+                    load.waiting.insert(0, part)
+                    return ops
                 self._release(part.drop_missing())
                 if not part.contents:
                     load.num_left -= 1
                     continue
                 part.sort()
+                num_blocks += len(part.contents)
                 number, part.staging = next(self._numbers), self._free_staging.pop()
                 self._staging_parts[number] = part
                 ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))

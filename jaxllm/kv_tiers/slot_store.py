@@ -71,6 +71,9 @@ class SlotStore(Protocol):
     def find(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can probably read now."""
 
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        """The contents among these that it cannot read yet and may later, because another engine computes them."""
+
     def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that devices can read where they are: they need no slot of host memory."""
 

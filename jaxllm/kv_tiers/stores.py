@@ -41,6 +41,11 @@ class Stores:
             found.update(dict.fromkeys(store.find(missing), store) if missing else {})
         return found
 
+    def awaited(self, names: Sequence[bytes]) -> set[bytes]:
+        """The contents among these that stores may have later."""
+        awaited = {name for store in self._stores for name in store.awaited(names)}
+        return awaited.difference(self.find(list(awaited))) if awaited else awaited
+
     def seconds(self, found: Mapping[bytes, SlotStore]) -> float:
         """Estimated time to read what was found."""
         return sum(store.seconds(count) for store, count in Counter(found.values()).items())

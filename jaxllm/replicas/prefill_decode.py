@@ -1,6 +1,6 @@
 """Replicas of two roles as one AsyncCore: a request with a long prompt runs in two legs, on a prefill and then on a decode engine."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,6 +29,12 @@ class _FirstLeg:
     rank: int
     waiting: dict[str, EngineCoreRequest] = field(default_factory=dict)
     """The requests that continue from it, by id: the answers to one prompt."""
+    sent: set[str] = field(default_factory=set)
+    """Requests whose second leg fetches blocks while this one computes more."""
+    params: dict[str, Any] | None = None
+    """The `kv_transfer_params` of its early output."""
+    decode_rank: int | None = None
+    """Where second legs were sent."""
 
 
 class PrefillDecode(Replicas):
@@ -54,7 +60,7 @@ class PrefillDecode(Replicas):
         self._legs: dict[str, _FirstLeg] = {}
         """First legs, by their own id."""
         self._leg_of: dict[str, str] = {}
-        """The first leg that a request waits for."""
+        """The first leg that a request waits for, or fetches blocks of."""
         self._last_leg = ""
         self._unfetched: dict[str, tuple[int, KVTransfer]] = {}
         """Where blocks of second legs are that have reported nothing yet, after the rank of that prefill engine, by request."""
@@ -77,8 +83,8 @@ class PrefillDecode(Replicas):
         return [replace(each, role="prefill" if each.rank < self._num_prefill else "decode") for each in super().replicas()]
 
     def replica_of(self, request_id: str) -> int | None:
-        leg = self._leg_of.get(request_id)
-        return super().replica_of(request_id) if leg is None else self._legs[leg].rank
+        leg = self._legs.get(self._leg_of.get(request_id, ""))
+        return super().replica_of(request_id) if leg is None or request_id in leg.sent else leg.rank
 
     def add(self, request: EngineCoreRequest) -> None:
         """Send a request to a prefill engine, or to the engine that computes it whole."""
@@ -109,22 +115,41 @@ class PrefillDecode(Replicas):
         """End requests. A first leg ends with the last request that waits for it."""
         ended: list[str] = []
         for request_id in request_ids:
-            leg_id = self._leg_of.pop(request_id, None)
-            if leg_id is None:
+            leg = self._legs.get(self._leg_of.get(request_id, ""))
+            if leg is None or request_id in leg.sent:
                 self._unfetched.pop(request_id, None)  # the decode engine ends the lease
                 ended.append(request_id)
-                continue
-            del self._legs[leg_id].waiting[request_id]
-            if not self._legs[leg_id].waiting:
-                del self._legs[leg_id]
+            if (leg_id := self._leave(request_id)) is not None:
                 ended.append(leg_id)
         super().abort(ended)
 
     # Legs
 
     def _wait(self, request: EngineCoreRequest, leg_id: str) -> None:
-        self._legs[leg_id].waiting[request.request_id] = request
+        leg = self._legs[leg_id]
+        leg.waiting[request.request_id] = request
         self._leg_of[request.request_id] = leg_id
+        if leg.params is not None:
+            self._send_early(leg_id, leg.params)
+
+    def _leave(self, request_id: str) -> str | None:
+        """A request needs its first leg no more. Returns the leg's id if none does."""
+        leg_id = self._leg_of.pop(request_id, None)
+        if leg_id is None:
+            return None
+        leg = self._legs[leg_id]
+        leg.waiting.pop(request_id, None)
+        leg.sent.discard(request_id)
+        if leg.waiting or leg.sent:
+            return None
+        del self._legs[leg_id]
+        return leg_id
+
+    def _leave_all(self, request_ids: Iterable[str]) -> None:
+        """Requests have ended, or have all blocks of their prompts. First legs without such requests end too."""
+        found = [leg_id for request_id in request_ids if (leg_id := self._leave(request_id)) is not None]
+        if found:
+            super().abort(found)
 
     def _send_whole(self, request: EngineCoreRequest, wanted: int | None = None) -> None:
         """Send a request to the engine that computes it whole: to `wanted`, if it would be admitted there at once."""
@@ -134,22 +159,38 @@ class PrefillDecode(Replicas):
 
     def _continue(self, leg_id: str, params: dict[str, Any] | None) -> None:
         """A first leg has ended: send all that wait for it to one decode engine. params: what it left there; None: nothing."""
-        leg, rank = self._legs[leg_id], None
+        leg = self._legs[leg_id]
+        for request_id in leg.sent:
+            del self._leg_of[request_id]
+        leg.sent.clear()
         while leg.waiting:  # a refusal ends all answers to the prompt, by `abort`
             request_id = next(iter(leg.waiting))
             del self._leg_of[request_id]
-            second = decode_leg(leg.waiting.pop(request_id), params)
-            if (transfer := second.options.kv_transfer) is not None:
-                self._unfetched[request_id] = leg.rank, transfer
-            try:
-                rank = self.routes.choose_decode(second, rank)
-                self._send_to(rank, second)
-            except JaxLLMError as error:
-                self._refuse(request_id, error)
-                continue
-            if self._listener is not None:
-                self._listener.take_move(request_id, rank, transfer)
+            self._send_second(leg, leg.waiting.pop(request_id), params)
         self._legs.pop(leg_id, None)
+
+    def _send_early(self, leg_id: str, params: dict[str, Any]) -> None:
+        """A first leg computes, and what is computed can be fetched: send all that wait for it."""
+        leg = self._legs[leg_id]
+        leg.params = params
+        while leg.waiting:  # as above
+            request_id = next(iter(leg.waiting))
+            leg.sent.add(request_id)
+            self._send_second(leg, leg.waiting.pop(request_id), params)
+
+    def _send_second(self, leg: _FirstLeg, request: EngineCoreRequest, params: dict[str, Any] | None) -> None:
+        """Send a request to the decode engine of its first leg, or refuse it."""
+        request_id, second = request.request_id, decode_leg(request, params)
+        if (transfer := second.options.kv_transfer) is not None:
+            self._unfetched[request_id] = leg.rank, transfer
+        try:
+            leg.decode_rank = self.routes.choose_decode(second, leg.decode_rank)
+            self._send_to(leg.decode_rank, second)
+        except JaxLLMError as error:
+            self._refuse(request_id, error)
+            return
+        if self._listener is not None:
+            self._listener.take_move(request_id, leg.decode_rank, transfer)
 
     def _end_waiting(self, leg_id: str, output: EngineCoreOutput) -> None:
         """A first leg has ended, and with it all that wait for it."""
@@ -160,9 +201,12 @@ class PrefillDecode(Replicas):
 
     def _drop_leg(self, leg_id: str) -> list[str]:
         """Forget a first leg. Returns the requests that wait for it."""
-        ids = list(self._legs.pop(leg_id).waiting)
+        leg = self._legs.pop(leg_id)
+        ids = [*leg.waiting, *leg.sent]
         for request_id in ids:
             del self._leg_of[request_id]
+            self._unfetched.pop(request_id, None)  # decode engines end the lease
+        super().abort([*leg.sent])
         return ids
 
     def _end_leases(self, request_ids: Collection[str]) -> None:
@@ -174,14 +218,22 @@ class PrefillDecode(Replicas):
     # What engines report
 
     def _take_outputs(self, rank: int, message: Outputs) -> None:
+        told = {each.request_id for each in message.outputs} & self._leg_of.keys()
         for output in message.outputs:
             self._unfetched.pop(output.request_id, None)
             is_late = output.request_id not in self._legs  # it was aborted meanwhile
             if is_late and (transfer := read_kv_transfer(output.kv_transfer_params)) is not None:
                 self._send_end_of_lease(rank, transfer)
         ended = [each for each in message.outputs if each.finish_reason is not None and each.request_id in self._legs]
+        early = [each for each in message.outputs if each.finish_reason is None and each.request_id in self._legs]
         super()._take_outputs(rank, message)  # listeners have no request with the id of a first leg
+        self._leave_all(told)
+        for output in early:
+            if output.request_id in self._legs and output.kv_transfer_params is not None:
+                self._send_early(output.request_id, output.kv_transfer_params)
         for output in ended:
+            if output.request_id not in self._legs:
+                continue
             is_error = output.finish_reason is FinishReason.ERROR
             is_end = output.finish_reason is FinishReason.ABORT or output.error_kind in _ENDS_REQUEST
             if is_end or (is_error and self._fails):
@@ -207,6 +259,7 @@ class PrefillDecode(Replicas):
 
     def _refuse(self, request_id: str, error: JaxLLMError) -> None:
         self._end_leases([request_id])
+        self._leave_all([request_id])
         super()._refuse(request_id, error)
 
     def _fail(self, error: EngineError, ids: Collection[str]) -> None:
@@ -216,7 +269,9 @@ class PrefillDecode(Replicas):
         if self._fails:
             ended += [request_id for leg_id in legs for request_id in self._drop_leg(leg_id)]
             legs = []
+        self._leave_all(ended)
         super()._fail(error, ended)
+        legs = [leg_id for leg_id in legs if leg_id in self._legs]
         if legs:
             logger.warning("prefill of %d prompts failed, decode engines compute them: %s", len(legs), error)
         for leg_id in legs:

@@ -19,6 +19,8 @@ _ONE_TOKEN = SamplingParams(
 )
 """How a first leg samples: its token is discarded, as the decode engine draws it again, by the request's own parameters."""
 
+_KEEP = KVTransfer(keep_for_decode=True, tells_early=True)
+
 
 class TwoLegs:
     """Which engines a request goes to: the first `num_prefill` replicas of a balancer prefill, the others decode."""
@@ -74,7 +76,7 @@ def prefill_leg(request: EngineCoreRequest) -> EngineCoreRequest:
         request_id=request.request_id + PREFILL_SUFFIX,
         sampling_params=_ONE_TOKEN.clone(),
         eos_token_ids=(),
-        options=replace(request.options, kv_transfer=KVTransfer(keep_for_decode=True), session_id=None),
+        options=replace(request.options, kv_transfer=_KEEP, session_id=None),
         grammar=None,
         thinking_budget=None,
     )

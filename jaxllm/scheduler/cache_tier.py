@@ -44,6 +44,9 @@ class CacheTier(Protocol):
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now."""
 
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        """The contents among these that it cannot load yet and may later, because another engine computes them: loads wait for them."""
+
     def choose(self, names: Sequence[bytes], num_tokens: int) -> Collection[bytes]:
         """Choose which of these contents to load instead of computing so many tokens: all, if that takes less time than to compute them;
         else those that come faster, about which it is asked again, or none."""
@@ -71,8 +74,9 @@ class CacheTier(Protocol):
     def discard(self, names: Sequence[bytes]) -> None:
         """These contents were computed wrongly."""
 
-    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
-        """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
+        """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens.
+        decodes: requests wait for tokens that the step draws, so it should not take much longer."""
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
         """The step is planned. Returns operations of the loads that began with it, which come before all others of the step."""
@@ -85,7 +89,10 @@ class CacheTier(Protocol):
         """Return when the state of a load changed, or after this time. Called while nothing else can be done."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """A step of so many tokens took so long, some of them of prompts."""
+
+    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
+        """A step of decodes alone, with these operations, took so long."""
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add its numbers."""
@@ -108,6 +115,13 @@ class KeepingTier(CacheTier, Protocol):
     def keep(self, names: Iterable[bytes], find: Callable[[bytes], KVCacheBlock | None]) -> None:
         """Store these contents soon: their blocks are full once the step that is being planned has run. `find` finds a block of a content
         from the next step on, as long as there is one."""
+
+    def announce(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
+        """As `hand_over`, for a request that has yet to compute most of these contents: each can be fetched once it is stored. `hand_over`
+        then returns the same, and `withdraw` is called in its place if the request ends otherwise."""
+
+    def withdraw(self, request: Request) -> None:
+        """A request has ended that did not compute all that was announced, if anything was: the rest will not come."""
 
     def hand_over(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
         """A request has ended, whose prompt has these contents: keep them until another engine has fetched them. Returns what that engine

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.device_ops import AnyDeviceOp
+from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
 from jaxllm.scheduler.cache_tier import NOTHING, CacheTier, KeepingTier
@@ -48,6 +49,8 @@ class _Load:
     held: dict[bytes, KVCacheBlock] = field(default_factory=dict)
     copies: list[_Copy] = field(default_factory=list)
     """Copies under way."""
+    is_awaiting: bool = False
+    """Whether the next content is still computed by another engine, so that it needs no blocks."""
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
@@ -94,14 +97,14 @@ class Loading:
 
     # Steps
 
-    def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False) -> None:
-        """A step is about to be planned: process what has arrived. others_run: whether any request runs."""
+    def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False, decodes: bool = False) -> None:
+        """A step is about to be planned: process what has arrived. others_run: whether any request runs. decodes: see CacheTier."""
         now = time.monotonic()
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now
         self._ops = []
         for tier in self._tiers:
-            found = tier.begin_step(step_id, done_step_id)
+            found = tier.begin_step(step_id, done_step_id, decodes=decodes)
             if found is not NOTHING:
                 self._ops += found.ops
                 self._end_loaded(tier, found.loaded)
@@ -154,23 +157,25 @@ class Loading:
 
     @property
     def num_blocks_to_come(self) -> int:
-        """Most blocks that the loads under way will take."""
-        return sum(len(load.left) for load in self._loads.values())
+        """Most blocks that the loads under way will take. Those that another engine has yet to compute contents for reserve none."""
+        return sum(len(load.left) for load in self._loads.values() if not load.is_awaiting)
 
     def begin(self, request: Request, num_cached_tokens: int, num_reserved_blocks: int) -> bool:
         """Begin to load blocks of a request behind a cached prefix, if tiers have them, that is faster than to compute them, and there are
-        free blocks for all of it in addition to the reserved ones. Returns whether it must wait."""
+        free blocks for all of it in addition to the reserved ones. Returns whether it must wait: also without a load, if there are too few
+        blocks and another engine computes it meanwhile."""
         manager, pool = self._manager, self._manager.pool
         if not request.loads_blocks or not manager.reads_cache(request):
             return False
         names = self._names_worth_loading(request, num_cached_tokens)
         if not names:
             return False
+        while self._num_needed(request, names) > pool.num_free_blocks - num_reserved_blocks:
+            if self._awaited(names):
+                return True
+            if not self._end_awaiting():
+                return False
         found = {name: block for name in names if (block := pool.find(name)) is not None}
-        num_shared = sum(block.ref_count > 0 for block in found.values())
-        num_needed = max(len(names), manager.num_blocks_for(request.num_tokens)) - num_shared
-        if num_needed > pool.num_free_blocks - num_reserved_blocks:
-            return False
         pool.touch(found.values())
         left = [name for name in names if name not in found]
         load = _Load(request, names, left, self._seconds + self._patience_seconds, found)
@@ -181,12 +186,18 @@ class Loading:
         self._go_on(load, pool.num_free_blocks - num_reserved_blocks)
         return True
 
+    def _num_needed(self, request: Request, names: Sequence[bytes]) -> int:
+        """Free blocks that a request takes with these contents."""
+        found = map(self._manager.pool.find, names)
+        num_shared = sum(block is not None and block.ref_count > 0 for block in found)
+        return max(len(names), self._manager.num_blocks_for(request.num_tokens)) - num_shared
+
     def _names_worth_loading(self, request: Request, num_cached_tokens: int) -> list[bytes]:
-        """The names of the longest prefix that is cached, arrives, or can be loaded in less time than it takes to compute it; none if that
-        is no longer than what is cached."""
+        """The names of the longest prefix that is cached, arrives, is computed by another engine, or can be loaded in less time than it
+        takes to compute it; none if that is no longer than what is cached."""
         absent = self._manager.absent_names(request, self._num_loadable_blocks(request, num_cached_tokens))
-        tier_of, arriving = self._find(absent), self._arriving.intersection(absent)
-        while loadable := tier_of.keys() | arriving:
+        tier_of, coming = self._find(absent), self._arriving.intersection(absent) | self._awaited(absent)
+        while loadable := tier_of.keys() | coming:
             names, num_tokens = self._manager.names_of_prefix(request, loadable)
             num_more = num_tokens - num_cached_tokens
             if num_more <= 0:
@@ -218,11 +229,15 @@ class Loading:
             tier_of.update(dict.fromkeys(tier.match(wanted), tier))
         return tier_of
 
+    def _awaited(self, names: Sequence[bytes]) -> set[bytes]:
+        """The contents among these that another engine still computes."""
+        return {name for tier in self._tiers for name in tier.awaited(names)}
+
     def go_on(self, num_reserved_blocks: int, *, others_run: bool) -> None:
         """Load further blocks, those of earlier loads first. The reserved blocks stay free. others_run: whether requests run, which will
         free blocks."""
         pool = self._manager.pool
-        first = next(iter(self._loads.values()), None)
+        first = next((load for load in self._loads.values() if not load.is_awaiting), None)
         if first is not None and first.left and not first.copies and not others_run:
             while pool.num_free_blocks <= num_reserved_blocks and self.end_latest(but=(first.request,)):
                 pass
@@ -230,19 +245,21 @@ class Loading:
                 first.stop()
         for load in self._loads.values():
             self._go_on(load, pool.num_free_blocks - num_reserved_blocks)
-            num_reserved_blocks += len(load.left)
+            num_reserved_blocks += 0 if load.is_awaiting else len(load.left)
 
     def _go_on(self, load: _Load, num_spare: int) -> None:
         """Take the next blocks of a load, at most `num_spare` free ones: those that the pool has by now, and those that a tier loads."""
         pool, most = self._manager.pool, self._load_blocks - len(self._arriving)
-        if not load.left or min(most, num_spare) <= 0:
+        load.is_awaiting = bool(self._awaited(load.left[:1]))
+        if not load.left or load.is_awaiting or min(most, num_spare) <= 0:
             load.deadline = self._seconds + self._patience_seconds
             return
+        awaited = self._awaited(load.left)
         wanted: list[bytes] = []
         position = 0
         while position < len(load.left) and len(wanted) < min(most, num_spare):
             name = load.left[position]
-            if name in self._arriving:
+            if name in self._arriving or name in awaited:
                 break
             if (block := pool.find(name)) is None:
                 wanted.append(name)
@@ -304,11 +321,21 @@ class Loading:
         request.status = request.waiting_status
 
     def end_latest(self, but: Container[Request] = ()) -> bool:
-        """End the load that began last, because its blocks are needed, but none of these requests. Returns whether there was one."""
-        latest = next((load.request for load in reversed(self._loads.values()) if load.request not in but), None)
-        if latest is not None:
-            self.end(latest)
-        return latest is not None
+        """End the load that began last, because its blocks are needed, but none of these requests: first one whose further contents another
+        engine still computes, whoever it is for. Returns whether there was one."""
+        return self._end_awaiting() or self._end_first(
+            load.request for load in reversed(self._loads.values()) if load.request not in but
+        )
+
+    def _end_awaiting(self) -> bool:
+        """End the load that began last, of those that hold blocks while another engine computes more. Returns whether there was one."""
+        return self._end_first(load.request for load in reversed(self._loads.values()) if load.is_awaiting and load.held)
+
+    def _end_first(self, requests: Iterable[Request]) -> bool:
+        request = next(iter(requests), None)
+        if request is not None:
+            self.end(request)
+        return request is not None
 
     def wait(self, seconds: float) -> None:
         """Wait until the state of a load changes, if there is any."""
@@ -329,6 +356,32 @@ class Loading:
         """See KeepingTier."""
         for tier in self._keepers:
             tier.keep(names, self._manager.pool.find)
+
+    def announce(self, requests: Iterable[Request]) -> list[EngineCoreOutput]:
+        """Have tiers keep the blocks of prompts with `tells_early` of which a part is computed. Returns the outputs that
+        tell where. States by row come with the last block, so there is nothing to fetch before."""
+        outputs: list[EngineCoreOutput] = []
+        for request in requests if self._keepers and not self._manager.states.num_blocks else ():
+            transfer = request.options.kv_transfer
+            if (
+                transfer is None
+                or not transfer.tells_early
+                or request.is_announced
+                or request.status is not RequestStatus.RUNNING
+            ):
+                continue
+            request.is_announced = True
+            num_blocks = self._manager.num_blocks_of_prompt(request)
+            given = request, self._manager.names_of_prompt(request), num_blocks, num_blocks * self._manager.block_size
+            answers = (tier.announce(*given) for tier in self._keepers)
+            if (answer := next((answer for answer in answers if answer is not None), None)) is not None:
+                outputs.append(EngineCoreOutput(request.request_id, [], kv_transfer_params=answer))
+        return outputs
+
+    def withdraw(self, request: Request) -> None:
+        """See KeepingTier."""
+        for tier in self._keepers:
+            tier.withdraw(request)
 
     def hand_over(self, request: Request) -> dict[str, Any] | None:
         """Keep the blocks of a prompt whose request has ended, in the first tier that does. See KeepingTier."""
@@ -363,9 +416,18 @@ class Loading:
             tier.forget(stored=stored, external=external)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """See CacheTier, as for the next one."""
         for tier in self._tiers:
             tier.note_step(num_tokens, seconds)
+
+    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
+        for tier in self._tiers:
+            tier.note_decodes(ops, seconds)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for blocks."""
+        return bool(self._loads)
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the numbers of all tiers."""

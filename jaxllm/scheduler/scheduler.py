@@ -255,8 +255,11 @@ class Scheduler:
             self._end_load(request)
             self.waiting.remove(request)
         request.status = status
-        if request.is_kept_for_decode and self.cache_manager.loading is not None and status in _COMPLETED:
-            request.kv_transfer_params = self.cache_manager.loading.hand_over(request)
+        if request.is_kept_for_decode and self.cache_manager.loading is not None:
+            if status in _COMPLETED:
+                request.kv_transfer_params = self.cache_manager.loading.hand_over(request)
+            else:
+                self.cache_manager.loading.withdraw(request)
         self.waiting.note_end(request)
         self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
@@ -326,7 +329,8 @@ class Scheduler:
                 room.begin_step(decodes=decodes)
         if self.cache_manager.loading is not None:
             loading = self.cache_manager.loading
-            loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running))
+            decodes = loading.is_loading and self.decodes
+            loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running), decodes=decodes)
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders, self.running)
@@ -670,6 +674,8 @@ class Scheduler:
                 self._drop_finished_from_running()
             if result.errors or result.not_finite:
                 self._discard_failed(shares, result)
+            if self.cache_manager.loading is not None:
+                outputs += self.cache_manager.loading.announce(request for request, _, _ in shares)
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
@@ -697,8 +703,11 @@ class Scheduler:
         """Record how long a step took that began when the step before it ended."""
         if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
-        if self.cache_manager.loading is not None and plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
-            self.cache_manager.loading.note_step(plan.num_tokens, seconds)
+        if (loading := self.cache_manager.loading) is not None:
+            if plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
+                loading.note_step(plan.num_tokens, seconds)
+            else:
+                loading.note_decodes(plan.ops, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:
         """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""
@@ -737,6 +746,10 @@ class Scheduler:
         if was_reset:
             self._forget(stored=True, external=reset_external)
         return was_reset
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Find these contents no more: another engine computed them wrongly. Requests that wait for more blocks do without them."""
+        self.cache_manager.discard(names)
 
     def _forget(self, *, stored: bool, external: bool = False) -> None:
         """Drop what devices hold in addition to the blocks of requests. stored, external: see CacheTier."""

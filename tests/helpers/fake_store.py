@@ -36,12 +36,18 @@ class FakeStore:
         share_damaged: float = 0.0,
         max_transfers: int = 3,
         lends: bool = False,
+        awaits: bool = False,
     ):
         """slots: of FakeCopies. share_lost: of contents that are found, but cannot be read. share_damaged: of those that are read wrong,
-        which half the time only the devices notice. max_transfers: more writes are refused."""
+        which half the time only the devices notice. max_transfers: more writes are refused. awaits: contents can be read long after they
+        were written, if ever, like those that another engine computes."""
         self.rng, self.slots, self.writes, self.capacity, self.max_transfers = rng, slots, writes, capacity, max_transfers
         self.share_lost, self.share_damaged = share_lost, share_damaged
-        self.is_lender = lends
+        self.is_lender, self.awaits = lends, awaits
+        self.coming: dict[bytes, Any] = {}
+        """Contents that cannot be read yet."""
+        self.num_awaited = 0
+        """How often a load waited for one."""
         self.lent: set[int] = set()
         """Lent slots, which follow the others, that were not given back."""
         self.contents: dict[bytes, Any] = {}
@@ -55,6 +61,11 @@ class FakeStore:
 
     def find(self, names: Sequence[bytes]) -> list[bytes]:
         return [name for name in names if name in self.contents]
+
+    def awaited(self, names: Sequence[bytes]) -> list[bytes]:
+        found = [name for name in names if name in self.coming and name not in self.contents]
+        self.num_awaited += bool(found)
+        return found
 
     def lends(self, names: Sequence[bytes]) -> list[bytes]:
         return [name for name in names if name in self.contents] if self.is_lender else []
@@ -85,6 +96,11 @@ class FakeStore:
         self.transfers.append(_Transfer(number, list(names), list(slots), is_read))
 
     def finished(self) -> list[Transfer]:
+        for name in list(self.coming):
+            if (chance := self.rng.random()) < 0.15:
+                content = self.coming.pop(name)
+                if chance < 0.12:
+                    self.contents[name] = content
         over = [] if self.is_stuck else [transfer for transfer in self.transfers if self.rng.random() < 0.4]
         self.transfers = [transfer for transfer in self.transfers if transfer not in over]
         found = []
@@ -111,7 +127,7 @@ class FakeStore:
         is_right = []
         for name, slot in zip(transfer.names, transfer.slots, strict=True):
             if not transfer.is_read:
-                self.contents[name] = self.slots[slot]
+                (self.coming if self.awaits else self.contents)[name] = self.slots[slot]
                 self.num_written += 1
                 is_right.append(True)
                 continue
@@ -134,10 +150,12 @@ class FakeStore:
     def discard(self, names: Sequence[bytes]) -> None:
         for name in names:
             self.contents.pop(name, None)
+            self.coming.pop(name, None)
         self._tell()
 
     def reset(self, *, external: bool) -> None:
         self.contents.clear()
+        self.coming.clear()
         self._tell()
         # What is written now was computed before.
         for transfer in self.transfers:

@@ -64,6 +64,8 @@ class FakeTier:
         self.patience_seconds, self.min_tokens = patience_seconds, 1
         self.listener: TierListener | None = None
         self.contents: dict[bytes, list[Any]] = {}
+        self.coming: dict[bytes, list[Any]] = {}
+        """Contents that another engine computes: a test moves them to the others."""
         self.stores: dict[bytes, tuple[int, list[Any]]] = {}
         """Contents by name that are right once a step is done."""
         self.loads: dict[int, _Load] = {}
@@ -77,6 +79,9 @@ class FakeTier:
 
     def match(self, names: Sequence[bytes]) -> set[bytes]:
         return self.contents.keys() & names
+
+    def awaited(self, names: Sequence[bytes]) -> list[bytes]:
+        return [name for name in names if name in self.coming]
 
     def sources(self, names: Sequence[bytes]) -> list[str]:
         """By the last bit of a name."""
@@ -133,7 +138,10 @@ class FakeTier:
             self.contents.pop(name, None)
             self.stores.pop(name, None)
 
-    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
+    def note_decodes(self, ops: Sequence[DeviceOp], seconds: float) -> None:
+        """See CacheTier."""
+
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         self.step_id = step_id
         for name, (stored_at, content) in list(self.stores.items()):
             if stored_at <= done_step_id:

@@ -51,6 +51,9 @@ class Store:
     def seconds(self, num_blocks: int) -> float:
         return num_blocks * self.seconds_each
 
+    def awaited(self, names: Sequence[bytes]) -> list[bytes]:
+        return []
+
     def lends(self, names: Sequence[bytes]) -> list[bytes]:
         return []
 

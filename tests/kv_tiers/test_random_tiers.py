@@ -25,6 +25,8 @@ HOST_CHOICES: dict[str, list[Any]] = {
         ({},),
         ({"share_lost": 0.2, "share_damaged": 0.2, "capacity": 20},),
         ({"max_transfers": 1}, {"share_lost": 0.1}),
+        ({"awaits": True, "lends": True, "share_lost": 0.1},),
+        ({"awaits": True, "share_damaged": 0.1}, {"share_lost": 0.1}),
         ({"share_lost": 0.1}, {"lends": True, "share_lost": 0.2, "share_damaged": 0.2}),
     ],
 }

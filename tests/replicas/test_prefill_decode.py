@@ -181,7 +181,7 @@ def test_a_long_prompt_runs_in_two_legs() -> None:
         params = first.sampling_params
         assert (params.max_tokens, params.temperature, params.logprobs) == (1, 0.0, None)
         assert not params.stop_token_ids and params.ignore_eos and first.eos_token_ids == () and first.grammar is None
-        assert first.options == RequestOptions(priority=3, kv_transfer=KVTransfer(keep_for_decode=True))
+        assert first.options == RequestOptions(priority=3, kv_transfer=KVTransfer(keep_for_decode=True, tells_early=True))
         assert fleet.core.core.replica_of("a") == 0
 
         fleet.load(2, cache_usage=0.5)

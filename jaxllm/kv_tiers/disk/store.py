@@ -94,6 +94,9 @@ class DiskStore:
             return []
         return [] if self._readers.is_stuck else [name for name in names if name in self._names]
 
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return ()
+
     def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
         return ()
 

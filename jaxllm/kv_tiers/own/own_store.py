@@ -112,6 +112,9 @@ class OwnStore:
             warn_once(f"{self.name}.find holds steps up ({seconds:.2g} s); it should answer from memory")
         return found
 
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        return ()
+
     def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
         return ()
 

@@ -131,7 +131,7 @@ class Connection:
             channel.close()
             raise
 
-    def attach(self, lease: str) -> Sequence[bytes]:
+    def attach(self, lease: str) -> messages.Attached:
         """The names of the contents that are kept under a lease, which this connection keeps alive from now on."""
         self._channel.send(messages.Attach(lease), self._seconds)
         answer = self._channel.receive(self._seconds)
@@ -139,7 +139,15 @@ class Connection:
             raise RefusedError(answer.code, answer.text)
         if not isinstance(answer, messages.Attached) or answer.lease != lease:
             raise WireError("the answer to Attach is another one")
-        return answer.names
+        return answer
+
+    def follow(self, known: dict[str, tuple[int, int, bool]]) -> dict[str, messages.Change | None]:
+        """Wait until leases grow; see `messages.Follow`."""
+        self._channel.send(messages.Follow(known), self._seconds)
+        answer = self._channel.receive(self._seconds)
+        if not isinstance(answer, messages.Grown):
+            raise WireError(f"the answer to Follow is a {type(answer).__name__}")
+        return answer.leases
 
     def renew(self, leases: Sequence[str]) -> None:
         """Leases are still needed."""

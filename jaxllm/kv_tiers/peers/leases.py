@@ -4,9 +4,10 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxllm.errors import JaxLLMError
 
@@ -20,6 +21,19 @@ SHARE = 0.5
 
 class NoLeaseError(JaxLLMError):
     """There is no such lease, or not any more."""
+
+
+class Growth(NamedTuple):
+    """Changes of a lease since some earlier state."""
+
+    stored: Sequence[bytes]
+    """Names whose contents can be fetched by now."""
+    lost: Sequence[bytes]
+    """Names whose contents never can be, or no longer: those that could be fetched before are wrong, or their slots are given away."""
+    is_computing: bool
+    """Whether the request that computes them is unfinished."""
+    is_complete: bool
+    """Whether no further content is to come."""
 
 
 @dataclass(eq=False)
@@ -37,6 +51,25 @@ class Lease:
     connections: set[object] = field(default_factory=set)
     num_readers: int = 0
     is_over: bool = False
+    is_computing: bool = False
+    """Whether the request that computes the contents is unfinished."""
+    stored: list[bytes] = field(default_factory=list)
+    """All names that were stored, in this order."""
+    lost: list[bytes] = field(default_factory=list)
+    """All names that were lost, before they were stored or later, in this order."""
+
+    def growth(self, num_stored: int, num_lost: int) -> Growth:
+        """The changes since so many contents were stored and lost."""
+        return Growth(
+            self.stored[num_stored:], self.lost[num_lost:], self.is_computing, not (self.pending or self.is_computing)
+        )
+
+    def drop(self, names: Collection[bytes]) -> None:
+        """These of its contents are lost, if they are not already."""
+        self.lost += [name for name in names if name in self.pending or name in self.slots]
+        self.pending.difference_update(names)
+        for name in self.slots.keys() & names:
+            del self.slots[name]
 
 
 class Leases:
@@ -60,13 +93,13 @@ class Leases:
 
     # The step loop's thread
 
-    def open(self, names: Sequence[bytes]) -> Lease | None:
-        """A lease for contents that are about to be stored. None if too many are kept already."""
+    def open(self, names: Sequence[bytes], *, is_computing: bool = False) -> Lease | None:
+        """A lease for contents that are about to be stored. None if too many are kept already. is_computing: see Lease."""
         with self._changed:
             if len(self._kept) + sum(name not in self._kept for name in set(names)) > self.max_blocks:
                 self.num_refused += 1
                 return None
-            lease = Lease(secrets.token_hex(16), names, self._clock() + LEASE_SECONDS, set(names))
+            lease = Lease(secrets.token_hex(16), names, self._clock() + LEASE_SECONDS, set(names), is_computing=is_computing)
             self._leases[lease.number] = lease
             self._kept.update(names)
             self.num_opened += 1
@@ -80,17 +113,24 @@ class Leases:
     def note(self, lease: Lease, stored: Iterable[tuple[bytes, int]], lost: Collection[bytes] = ()) -> None:
         """Contents of a lease are in these slots, or will never be."""
         with self._changed:
-            lease.slots.update(stored)
-            lease.pending.difference_update(lease.slots, lost)
+            for name, slot in stored:
+                lease.slots[name] = slot
+                lease.stored.append(name)
+                lease.pending.discard(name)
+            lease.drop(lost)
+            self._changed.notify_all()
+
+    def end_computing(self, lease: Lease) -> None:
+        """The request that computes the contents has ended."""
+        with self._changed:
+            lease.is_computing = False
             self._changed.notify_all()
 
     def lose(self, names: Collection[bytes]) -> None:
         """These contents are wrong, or their slots are given away."""
         with self._changed:
             for lease in self._leases.values():
-                lease.pending.difference_update(names)
-                for name in lease.slots.keys() & names:
-                    del lease.slots[name]
+                lease.drop(names)
             self._changed.notify_all()
 
     def take_ended(self) -> list[Lease]:
@@ -126,6 +166,30 @@ class Leases:
             lease.connections.add(connection)
             lease.expires_at = self._clock() + LEASE_SECONDS
             return lease.names
+
+    def growth(self, number: str, num_stored: int = 0, num_lost: int = 0) -> Growth:
+        """See Lease. Raises NoLeaseError."""
+        with self._changed:
+            return self._find(number).growth(num_stored, num_lost)
+
+    def follow(self, known: Mapping[str, tuple[int, int, bool]], seconds: float) -> dict[str, Growth | None]:
+        """Wait, for at most so long, until any of these leases differs from what is known of it, or is complete: how many of its contents
+        were stored and lost, and whether it is computed. Returns the growth of those; None for a lease that has ended."""
+
+        def changes() -> dict[str, Growth | None]:
+            found: dict[str, Growth | None] = {}
+            for number, (num_stored, num_lost, is_computing) in known.items():
+                lease = self._leases.get(number)
+                if lease is None or self._is_over(lease):
+                    found[number] = None
+                    continue
+                growth = lease.growth(num_stored, num_lost)
+                if growth.stored or growth.lost or growth.is_complete or growth.is_computing != is_computing:
+                    found[number] = growth
+            return found
+
+        with self._changed:
+            return self._changed.wait_for(changes, seconds)
 
     def renew(self, numbers: Iterable[str], connection: object) -> None:
         """Leases are still needed; unknown ones are ignored."""

@@ -1,17 +1,19 @@
 """Messages between a decode engine and a prefill engine, whose blocks it fetches.
 
-The decode engine connects and begins with `Hello`; both answer each other's with `Proof`. Then it sends `Attach`, `Pull`, `Renew`, `Done`
-and `Map`, of which only `Renew` and `Done` are not answered. Nothing is encrypted. If both have a token, each proves that it knows it,
-without sending it.
+The decode engine connects and begins with `Hello`; both answer each other's with `Proof`. Then it sends `Attach`, `Follow`, `Pull`,
+`Renew`, `Done` and `Map`, of which only `Renew` and `Done` are not answered. Nothing is encrypted. If both have a token, each proves that
+it knows it, without sending it.
 """
 
 import hashlib
 import hmac
 import secrets
 
+import msgspec
+
 from jaxllm.framing import Accepted, Message
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages."""
 FIRST_BYTES = 16 << 10
 """Most bytes of a message before the other end is authenticated."""
@@ -56,6 +58,30 @@ class Attached(Message, tag="attached"):
 
     lease: str
     names: list[bytes]
+    is_complete: bool
+    """Whether all can be fetched that ever can be; otherwise `Follow` tells which can be."""
+
+
+class Follow(Message, tag="follow"):
+    """Wait until leases grow: how many stored and lost contents this end knows of each, and whether it is computed. `Grown` answers, soon
+    even if none does."""
+
+    leases: dict[str, tuple[int, int, bool]]
+
+
+class Change(msgspec.Struct, array_like=True):
+    """See Growth."""
+
+    stored: list[bytes]
+    lost: list[bytes]
+    is_computing: bool
+    is_complete: bool
+
+
+class Grown(Message, tag="grown"):
+    """The leases that have grown, or are complete; None: it has ended."""
+
+    leases: dict[str, Change | None]
 
 
 class Pull(Message, tag="pull"):
@@ -122,8 +148,8 @@ class Code:
 
 FIRST_OF_DECODE = Accepted(Hello | Proof, FIRST_BYTES)
 FIRST_OF_PREFILL = Accepted(Hello | Proof | Refused, FIRST_BYTES)
-OF_DECODE = Accepted(Attach | Pull | Map | Renew | Done, MAX_BYTES)
-OF_PREFILL = Accepted(Attached | Block | Slots | Missing | Mapped | Refused, MAX_BYTES)
+OF_DECODE = Accepted(Attach | Follow | Pull | Map | Renew | Done, MAX_BYTES)
+OF_PREFILL = Accepted(Attached | Grown | Block | Slots | Missing | Mapped | Refused, MAX_BYTES)
 
 
 def new_nonce() -> bytes:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from jaxllm.framing import ClosedError, WireError
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, Target
+from jaxllm.kv_tiers.peers.messages import Attached, Change
 from jaxllm.kv_tiers.slot_store import Regions
 from jaxllm.worker_thread import WorkerThread
 
@@ -97,14 +98,18 @@ class Peer:
         self.target, self._regions = target, regions
         self._mapping = Mapping(regions)
         self._control = Lane(partial(connect, target, None), "kv-peer")
+        self._news = Lane(partial(connect, target, None), "kv-follow")
         self._lanes = [Lane(partial(connect, target, self._mapping), f"kv-pull-{index}") for index in range(NUM_CONNECTIONS)]
         self._next = 0
         self.is_closed = False
         self._batch_size = max(1, BATCH_BYTES // block_bytes)
 
-    def attach(self, lease: str) -> "Future[Sequence[bytes]]":
-        """See Connection, as for the next two."""
+    def attach(self, lease: str) -> "Future[Attached]":
+        """See Connection, as for the next three."""
         return self._control.submit(lambda connection: connection.attach(lease))
+
+    def follow(self, known: dict[str, tuple[int, int, bool]]) -> "Future[dict[str, Change | None]]":
+        return self._news.submit(lambda connection: connection.follow(known))
 
     def renew(self, leases: Sequence[str]) -> "Future[None]":
         return self._control.submit(lambda connection: connection.renew(leases))
@@ -149,17 +154,17 @@ class Peer:
     def close(self) -> None:
         """Close all connections. Returns at once."""
         self.is_closed = True
-        for lane in (self._control, *self._lanes):
+        for lane in (self._control, self._news, *self._lanes):
             lane.close()
 
     @property
     def has_ended(self) -> bool:
         """Whether all threads have ended, so that `join` does not wait."""
-        return all(lane.has_ended for lane in (self._control, *self._lanes))
+        return all(lane.has_ended for lane in (self._control, self._news, *self._lanes))
 
     def join(self) -> None:
         """Wait for all threads, once it was closed."""
-        for lane in (self._control, *self._lanes):
+        for lane in (self._control, self._news, *self._lanes):
             lane.join()
         self._mapping.close()
 

@@ -13,8 +13,9 @@ from jaxllm.kv_tiers.contents import NO_SLOT
 from jaxllm.kv_tiers.peers import client
 from jaxllm.kv_tiers.peers.addresses import NotAllowedError
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, RefusedError, Target
+from jaxllm.kv_tiers.peers.following import Following, Lease
 from jaxllm.kv_tiers.peers.identity import Identity
-from jaxllm.kv_tiers.peers.messages import Code
+from jaxllm.kv_tiers.peers.messages import Attached, Code
 from jaxllm.kv_tiers.peers.peer import Peer
 from jaxllm.kv_tiers.slot_store import Regions, SlotMemory, Transfer
 from jaxllm.log import logger
@@ -27,19 +28,6 @@ IDLE_SECONDS = 60.0
 BAD_SECONDS = 60.0
 """A prefill engine that differs from this one is not asked again for so long."""
 MAX_PEERS = 64
-
-
-@dataclass(eq=False)
-class _Lease:
-    """A lease at a prefill engine that requests of this engine use."""
-
-    number: str
-    peer: Peer
-    users: set[str] = field(default_factory=set)
-    attached: "Future[Sequence[bytes]]" = field(default_factory=Future)
-    """Once it is done, the contents can be found."""
-    num_reads: int = 0
-    """Pulls under way."""
 
 
 @dataclass(eq=False)
@@ -56,7 +44,7 @@ class _Read:
     began: float = field(default_factory=time.monotonic)
 
 
-_Pull = tuple[_Lease, list[int], "Future[Any]"]
+_Pull = tuple[Lease, list[int], "Future[Any]"]
 """A lease, the indices of its contents in the read, and the future that has for each whether it came, or its slot."""
 
 
@@ -89,9 +77,10 @@ class PeerStore:
         self._closing: list[Peer] = []
         """Closed peers whose threads may not have ended."""
         self._bad: dict[Target, tuple[float, str]] = {}
-        self._leases: dict[tuple[Target, str], _Lease] = {}
-        self._leases_of: dict[bytes, list[_Lease]] = {}
+        self._leases: dict[tuple[Target, str], Lease] = {}
+        self._leases_of: dict[bytes, list[Lease]] = {}
         """The leases that have each content."""
+        self._following = Following(self._lock, wake, self._note_failure)
         self._faults: dict[str, str] = {}
         """Why blocks of requests did not come."""
         self._finished: list[Transfer] = []
@@ -104,12 +93,12 @@ class PeerStore:
     # Leases
 
     def attach(self, request_id: str, target: Target, number: str) -> "Future[Sequence[bytes]]":
-        """Use a lease for a request. The future has the names of its contents, or the error."""
+        """Use a lease for a request. The future has the names of its contents, of which some may come later, or the error."""
         with self._lock:
             lease = self._leases.get((target, number))
             if lease is None:
                 peer = self._peer(target)
-                lease = self._leases[target, number] = _Lease(number, peer, {request_id})
+                lease = self._leases[target, number] = Lease(number, peer, {request_id})
                 peer.attach(number).add_done_callback(partial(self._note_attached, lease))
             lease.users.add(request_id)
             return lease.attached
@@ -139,22 +128,45 @@ class PeerStore:
         with self._lock:
             return self._faults.get(request_id)
 
-    def _blame(self, lease: _Lease, text: str) -> None:
+    def _blame(self, lease: Lease, text: str) -> None:
         self._faults.update(dict.fromkeys(lease.users, text))
 
-    def _note_attached(self, lease: _Lease, future: "Future[Sequence[bytes]]") -> None:
+    def _note_attached(self, lease: Lease, future: "Future[Attached]") -> None:
         with self._lock:
             if (error := _error_of(future)) is not None:
                 self._note_failure(lease, error)
                 lease.attached.set_exception(error)
             else:
-                names = future.result()
+                answer = future.result()
                 if (lease.peer.target, lease.number) in self._leases:
-                    for name in names:
-                        self._leases_of.setdefault(name, []).append(lease)
-                lease.attached.set_result(names)
+                    if answer.is_complete:
+                        self._add(lease, answer.names)
+                    else:
+                        self._following.begin(lease, answer.names)
+                lease.attached.set_result(answer.names)
                 self._end_unused(lease)
         self._wake()
+
+    def _add(self, lease: Lease, names: Iterable[bytes]) -> None:
+        """Find these contents in a lease from now on."""
+        for name in names:
+            self._leases_of.setdefault(name, []).append(lease)
+
+    def take_news(self) -> list[bytes]:
+        """Process what prefill engines told of the growth of leases; nothing changes in between, so that no plan finds a part of it.
+        Returns contents that could be fetched and are wrong: requests may have them."""
+        wrong: list[bytes] = []
+        with self._lock:
+            for lease, change in self._following.take(self._timeout):
+                wrong += [name for name in change.lost if name in lease.stored]
+                if (lease.peer.target, lease.number) not in self._leases:
+                    continue
+                self._add(lease, change.stored)
+                if change.lost:
+                    self.failures["missing"] += 1
+                    self._blame(lease, "it did not compute or store all of them")
+                    self._remove(lease, change.lost)
+        return wrong
 
     def _note_ended(self, peer: Peer, future: "Future[None]") -> None:
         """A lease has ended that no request used. An engine that did not end it gives its place among MAX_PEERS to others."""
@@ -163,20 +175,21 @@ class PeerStore:
                 if not any(lease.peer is peer for lease in self._leases.values()):
                     self._drop(peer)
 
-    def _end_unused(self, lease: _Lease) -> None:
+    def _end_unused(self, lease: Lease) -> None:
         """End a lease at the prefill engine that no request and no read needs."""
         if not lease.users and not lease.num_reads and lease.attached.done() and self._forget(lease):
             lease.peer.end(lease.number).add_done_callback(_error_of)
 
-    def _forget(self, lease: _Lease) -> bool:
+    def _forget(self, lease: Lease) -> bool:
         """Find nothing in a lease any more. Returns whether it was known."""
         if self._leases.pop((lease.peer.target, lease.number), None) is None:
             return False
+        self._following.forget(lease)
         if lease.attached.done() and _error_of(lease.attached) is None:
             self._remove(lease, lease.attached.result())
         return True
 
-    def _remove(self, lease: _Lease, names: Iterable[bytes]) -> bool:
+    def _remove(self, lease: Lease, names: Iterable[bytes]) -> bool:
         """Find these contents in a lease no more. Returns whether any was found there."""
         was_found = False
         for name in names:
@@ -207,7 +220,7 @@ class PeerStore:
     def _connect(self, target: Target, mapping: Mapping | None) -> Connection:
         return self._connect_to(target, mapping=mapping)
 
-    def _note_failure(self, lease: _Lease, error: BaseException) -> None:
+    def _note_failure(self, lease: Lease, error: BaseException) -> None:
         """A lease is of no use. Unless its engine refused it alone, the engine's other leases are not either."""
         target = lease.peer.target
         if not self._forget(lease):
@@ -254,7 +267,7 @@ class PeerStore:
             for peer in ended:
                 peer.join()
 
-    def _note_renewed(self, lease: _Lease, future: "Future[None]") -> None:
+    def _note_renewed(self, lease: Lease, future: "Future[None]") -> None:
         if (error := _error_of(future)) is not None:
             with self._lock:
                 self._note_failure(lease, error)
@@ -264,6 +277,10 @@ class PeerStore:
     def find(self, names: Sequence[bytes]) -> Collection[bytes]:
         with self._lock:
             return [name for name in names if name in self._leases_of] if self._leases_of else ()
+
+    def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
+        with self._lock:
+            return [name for name in self._following.awaited(names) if name not in self._leases_of]
 
     def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
         with self._lock:
@@ -287,7 +304,7 @@ class PeerStore:
             return
         with self._lock:
             read = _Read(number, names, [False] * len(names), 0)
-            of_lease: dict[_Lease, list[int]] = {}
+            of_lease: dict[Lease, list[int]] = {}
             for index, name in enumerate(names):
                 if leases := self._leases_of.get(name):
                     of_lease.setdefault(leases[-1], []).append(index)
@@ -305,7 +322,7 @@ class PeerStore:
         """Begin to lend contents."""
         with self._lock:
             read = _Read(number, names, [False] * len(names), 0, [NO_SLOT] * len(names))
-            of_lease: dict[_Lease, list[int]] = {}
+            of_lease: dict[Lease, list[int]] = {}
             for index, name in enumerate(names):
                 leases = self._leases_of.get(name)
                 if leases and leases[-1].peer.region is not None:
@@ -323,7 +340,7 @@ class PeerStore:
         for lease, part, future in pulls:
             future.add_done_callback(partial(self._note_pulled, read, lease, part))
 
-    def _note_pulled(self, read: _Read, lease: _Lease, indices: Iterable[int], future: "Future[Any]") -> None:
+    def _note_pulled(self, read: _Read, lease: Lease, indices: Iterable[int], future: "Future[Any]") -> None:
         with self._lock:
             lease.num_reads -= 1
             if (error := _error_of(future)) is None:
@@ -406,6 +423,7 @@ class PeerStore:
             assert all(lease in known for leases in self._leases_of.values() for lease in leases), (
                 "a lease is found that has ended"
             )
+            self._following.check_integrity(known)
             assert not self._faults, "faults are kept of requests that have ended"
 
 

@@ -35,6 +35,8 @@ class PrefillTier(HostTier):
         self._held: dict[Lease, list[Content]] = {}
         self._pending: list[Lease] = []
         """Leases with contents that are not ready."""
+        self._announced: dict[str, tuple[Lease, dict[str, Any]]] = {}
+        """Leases of requests that are not over, and what decode engines were sent, by request."""
 
     # See KeepingTier
 
@@ -42,14 +44,37 @@ class PrefillTier(HostTier):
         self._find = find
         self._wanted.update(dict.fromkeys(names))
 
-    def hand_over(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
-        if not names or (lease := self._leases.open(names)) is None:
+    def announce(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
+        if not names or (lease := self._open(names, is_computing=True)) is None:
             return None
-        self._held[lease] = []
-        self._wanted.update(dict.fromkeys(name for name in names if name not in self.contents))
-        self._pending.append(lease)
         self._hold_ready(lease)
-        return self._answer(request, lease, num_blocks, num_tokens)
+        answer = self._answer(request, lease, num_blocks, num_tokens)
+        self._announced[request.request_id] = lease, answer
+        return answer
+
+    def withdraw(self, request: Request) -> None:
+        lease, _ = self._announced.pop(request.request_id, (None, None))
+        if lease is not None:
+            self._leases.end_computing(lease)
+
+    def hand_over(self, request: Request, names: Sequence[bytes], num_blocks: int, num_tokens: int) -> dict[str, Any] | None:
+        lease, answer = self._announced.pop(request.request_id, (None, None))
+        if lease is not None and (lease.is_over or lease not in self._held):
+            return None  # it has been ended
+        if lease is None and (not names or (lease := self._open(names)) is None):
+            return None
+        assert lease is not None
+        self._wanted.update(dict.fromkeys(name for name in lease.pending if name not in self.contents))
+        self._leases.end_computing(lease)
+        self._hold_ready(lease)
+        return answer or self._answer(request, lease, num_blocks, num_tokens)
+
+    def _open(self, names: Sequence[bytes], *, is_computing: bool = False) -> Lease | None:
+        lease = self._leases.open(names, is_computing=is_computing)
+        if lease is not None:
+            self._held[lease] = []
+            self._pending.append(lease)
+        return lease
 
     @property
     def is_keeping(self) -> bool:
@@ -57,8 +82,8 @@ class PrefillTier(HostTier):
 
     # See CacheTier
 
-    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
-        step = super().begin_step(step_id, done_step_id)
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
+        step = super().begin_step(step_id, done_step_id, decodes=decodes)
         for lease in self._leases.take_ended():
             self._release(self._held.pop(lease))
         ops = self._store_wanted()
@@ -112,7 +137,7 @@ class PrefillTier(HostTier):
                 self.contents.hold(content)
                 self._held[lease].append(content)
                 stored.append((name, content.slot))
-            elif content is None and name not in self._wanted:
+            elif content is None and name not in self._wanted and not lease.is_computing:
                 lost.add(name)
         if stored or lost:
             self._leases.note(lease, stored, lost)

@@ -80,6 +80,8 @@ class RemotePrefills:
 
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
         outputs: list[EngineCoreOutput] = []
+        if wrong := self._store.take_news():
+            scheduler.discard(wrong)
         for waiting in list(self._waiting.values()):
             if (fault := self._end(waiting)) is None:
                 continue

@@ -12,7 +12,7 @@ from jaxllm.framing import WireError
 from jaxllm.kv_tiers.peers import messages
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.identity import Identity
-from jaxllm.kv_tiers.peers.leases import Leases, NoLeaseError
+from jaxllm.kv_tiers.peers.leases import Growth, Leases, NoLeaseError
 from jaxllm.kv_tiers.slot_store import SlotMemory
 from jaxllm.log import logger
 
@@ -24,6 +24,8 @@ BLOCK_SECONDS = 10.0
 """The longest time that a reader may take for a block."""
 STORE_SECONDS = 5.0
 """The longest wait for a content that is still being stored."""
+FOLLOW_SECONDS = 0.2
+"""The longest wait for the growth of leases, before those are asked for again that were attached meanwhile."""
 MAX_STRANGERS = 64
 """Connections whose handshake is not over: for one more, the oldest is closed."""
 MAX_CONNECTIONS = 512
@@ -212,9 +214,14 @@ class Server:
         match message:
             case messages.Attach(number):
                 try:
-                    channel.send(messages.Attached(number, list(self._leases.attach(number, channel))), BLOCK_SECONDS)
+                    names, is_complete = self._leases.attach(number, channel), self._leases.growth(number).is_complete
+                    channel.send(messages.Attached(number, list(names), is_complete), BLOCK_SECONDS)
                 except NoLeaseError as error:
                     channel.send(messages.Refused(messages.Code.LEASE, str(error)), BLOCK_SECONDS)
+            case messages.Follow(known):
+                grown = self._leases.follow(known, FOLLOW_SECONDS)
+                changes = {number: None if each is None else _change(each) for number, each in grown.items()}
+                channel.send(messages.Grown(changes), BLOCK_SECONDS)
             case messages.Pull(number, names):
                 self._send_contents(channel, number, names)
             case messages.Renew(numbers):
@@ -255,6 +262,10 @@ class Server:
             sums = [self._memory.sums[slot].tobytes() for slot in slots]
             channel.send(messages.Slots(names, [self._memory.offset(slot) for slot in slots], sums), BLOCK_SECONDS)
             there.clear()
+
+
+def _change(growth: Growth) -> messages.Change:
+    return messages.Change(list(growth.stored), list(growth.lost), growth.is_computing, growth.is_complete)
 
 
 def _refuse(channel: Channel, code: str, text: str) -> bool:

@@ -107,7 +107,7 @@ FIRSTS: dict[str, Script] = {
     "truncated": raw(bytes(frame(Hello(1, "prefill", {"model": "one"}, BLOCK_BYTES, b""), 1000))[:-1]),
     "one byte after the other": drip,
     "proof first": raw(bytes(frame(Proof(b""), 1000))),
-    "later message": raw(bytes(frame(Attached("x", []), 1000))),
+    "later message": raw(bytes(frame(Attached("x", [], True), 1000))),
 }
 
 
@@ -155,7 +155,7 @@ ANSWERS: dict[str, tuple[bytes, str]] = {
     "slot without memory": (bytes(frame(Slots([NAMES[0]], [0], [SUMS]), 1000)), "outside of the memory"),
     "slots of other lengths": (bytes(frame(Slots(NAMES[:2], [0], [SUMS, SUMS]), 1000)), "lists of different lengths"),
     "slots twice": (bytes(frame(Slots([NAMES[0]] * 2, [0, 0], [SUMS] * 2), 1000)), "not asked for, or twice"),
-    "another answer": (bytes(frame(Attached("lease", []), 1000)), "the answer to Pull is a Attached"),
+    "another answer": (bytes(frame(Attached("lease", [], True), 1000)), "the answer to Pull is a Attached"),
     "long message": (struct.pack(">I", messages.MAX_BYTES + 1), "was announced"),
 }
 
@@ -375,7 +375,10 @@ def test_a_lease_ends_after_its_last_user_and_read(memory: FakeMemory) -> None:
         lease = engine.lease(3, stored=[0])
         for request_id in ("one", "two"):
             store.attach(request_id, engine.target, lease.number).result(60)
-        woken.until(lambda: bool(store.find(lease.names)))
+        woken.until(lambda: bool(store.take_news() or store.find(lease.names)))
+        assert list(store.awaited(lease.names)) and list(store.find(lease.names)) == lease.names[:1]
+        (known,) = store._leases.values()
+        store._add(known, lease.names[1:])  # as if they were stored: the prefill engine waits for them
         store.detach("one")
         store.read(1, lease.names, [0, 1, 2])
         store.detach("two")

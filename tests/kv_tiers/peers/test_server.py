@@ -54,7 +54,7 @@ def test_contents_come_with_their_checksums(memory: FakeMemory, is_shared: bool,
         engine.leases.note(lease, (), lost={lease.names[3], lease.names[5]})
         with connected(engine, memory, token=token) as connection:
             assert connection._channel.is_local == is_shared
-            assert connection.attach(lease.number) == lease.names
+            assert connection.attach(lease.number).names == lease.names
             wanted = [lease.names[index] for index in (4, 0, 3, 2)]
             assert connection.pull(lease.number, wanted, [7, 6, 5, 4]) == [True, True, False, True]
             for slot, source in ((7, 4), (6, 0), (4, 2)):
@@ -369,4 +369,4 @@ def test_a_server_without_threads_goes_on(memory: FakeMemory, monkeypatch: pytes
         assert not engine.server.num_connections
         with connected(engine, memory) as connection:
             lease = engine.lease()
-            assert connection.attach(lease.number) == lease.names
+            assert connection.attach(lease.number).names == lease.names
