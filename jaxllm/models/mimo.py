@@ -40,7 +40,8 @@ REQUIRED = {
 }
 """The only values of keys that are computed."""
 NAMES = Names(ignored=("model.mtp.",))
-NEXT_TOKEN = replace(FINAL_NORM, layer="model.mtp.layers.{}")
+# Each of its modules takes the model's hidden states. Source: SGLang, for which MiMo's authors wrote them.
+NEXT_TOKEN = replace(FINAL_NORM, layer="model.mtp.layers.{}", chains=False)
 
 
 def read(c: ConfigReader) -> ModelConfig:

@@ -133,6 +133,14 @@ def at_positions(
     )
 
 
+def lagging(places: Places, block_table_NB: jax.Array, columns_RC: jax.Array, lag: int, cache: CacheLayout) -> Places:
+    """The places of a step's tokens at positions less by `lag`, of rows that begin at a lower one from 0 on."""
+    columns_RC = columns_RC.at[:, Column.START].add(-jnp.minimum(columns_RC[:, Column.START], lag))
+    if places.num_queries is None:
+        return locate(block_table_NB, columns_RC, len(places.position_T), cache)
+    return locate_decode(block_table_NB, columns_RC, places.num_queries, cache)
+
+
 def latest_or_known(latest_T: jax.Array, known_T: jax.Array) -> jax.Array:
     """The ids of a step's tokens: those that the host knows, and in place of FROM_ROW what rows have."""
     return jnp.where(known_T == FROM_ROW, latest_T, known_T)
