@@ -67,6 +67,9 @@ class Drafting:
     decode_step: Callable[[jax.Array, jax.Array], Step]
     """(token_ids_R, position_R) -> a step of one token for each row at any position from 0 on. A position behind the blocks of its
     row is computed, but not written."""
+    run_step: Callable[..., Step]
+    """(token_ids_RW, position_R, *, sees_later) -> a step of W tokens for each row from a position on, one row's after the other's.
+    sees_later: whether each token sees those behind it in the step too. Positions behind the blocks are as for `decode_step`."""
     num_wanted: int
     """Drafts that the next step has room for: at most `Drafter.num_drafts`. 0 in `Drafter.follow`."""
     draw: Callable[[jax.Array, jax.Array], jax.Array]

@@ -14,8 +14,9 @@ from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.topology import Topology
 from jaxllm.scheduler.draft_control import DraftControl
-from jaxllm.speculative import draft_model, eagle, mtp_modules
+from jaxllm.speculative import dflash, draft_model, eagle, mtp_modules
 from jaxllm.speculative.control import AdaptiveControl
+from jaxllm.speculative.dflash import BlockDiffusion
 from jaxllm.speculative.draft_model import DraftModel
 from jaxllm.speculative.eagle import Eagle
 from jaxllm.speculative.grammar import GrammarControl, GrammarDrafter
@@ -25,7 +26,7 @@ from jaxllm.speculative.ngram import NGramDrafter
 from jaxllm.speculative.options import SpeculativeConfig, of_engine
 from jaxllm.text.model_files import text_files
 
-AnyDrafter = GrammarDrafter | NGramDrafter | DraftModel | Eagle | MultiTokenPrediction | SeveralModules
+AnyDrafter = GrammarDrafter | NGramDrafter | DraftModel | Eagle | MultiTokenPrediction | SeveralModules | BlockDiffusion
 
 
 @dataclass(frozen=True)
@@ -116,4 +117,6 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
             quantization=options.quantization,
             **fields,
         )
+    if options.method == "dflash":
+        return dflash.make(directory, target, tensor_parallel_size=size, **fields)
     return eagle.make(directory, target, is_third=options.method == "eagle3", tensor_parallel_size=size, **fields)

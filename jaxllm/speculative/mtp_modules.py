@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -99,28 +98,34 @@ class SeveralModules(HiddenStateDrafter):
     def propose(  # type: ignore[override]
         self, model: NextTokenModules, state: Passed, drafting: Drafting
     ) -> tuple[Passed, Array]:
-        state, passed, first_RD = self._take_in(model, state, drafting)
-        modules, drafts = list(model.each), [self._choose(model.each[0], first_RD, drafting, drafting.position_R + 1)]
+        state, passed, out_RD = self._take_in(model, state, drafting)
+        drafts = [self._choose(model.each[0], out_RD, drafting, drafting.position_R + 1)]
         for i in range(1, drafting.num_wanted):
-            taken = passed
-            for index in range(min(i, self.num_modules - 1), min(self.num_modules, drafting.num_wanted)):
-                position_R = drafting.position_R + i - 1 - index
-                step = drafting.decode_step(drafts[-1], jnp.where(position_R < 0, _NEVER, position_R))
-                hidden_RD = out_RD if i >= self.num_modules else taken[index - 1]
-                result_RD, _ = modules[index](drafting.target, hidden_RD, step)
-                if index == min(i, self.num_modules - 1):
-                    out_RD = result_RD
-                passed = {**passed, index: self._passed(hidden_RD, result_RD)}
-            drafts.append(self._choose(modules[0], out_RD, drafting, drafting.position_R + i + 1))
+            out_RD, passed = self._next(model, drafting, i, drafts[-1], out_RD, passed)
+            drafts.append(self._choose(model.each[0], out_RD, drafting, drafting.position_R + i + 1))
         return state, jnp.stack(drafts, axis=1)
+
+    def _next(
+        self, model: NextTokenModules, drafting: Drafting, i: int, draft_R: Array, out_RD: Array, passed: dict[int, Array]
+    ) -> tuple[Array, dict[int, Array]]:
+        """What draft i, counted from 0, is made of: what its module leaves of the draft before it. The modules of later drafts take that
+        in too. out_RD, passed: what the draft before was made of, and what modules passed on then. Returns both anew."""
+        own, now = min(i, self.num_modules - 1), {}
+        left_RD = out_RD
+        for index in range(own, min(self.num_modules, drafting.num_wanted)):
+            position_R = drafting.position_R + i - 1 - index
+            step = drafting.decode_step(draft_R, jnp.where(position_R < 0, _NEVER, position_R))
+            hidden_RD = out_RD if i >= self.num_modules else passed[index - 1]
+            result_RD, _ = model.each[index](drafting.target, hidden_RD, step)
+            left_RD = result_RD if index == own else left_RD
+            now[index] = self._passed(hidden_RD, result_RD)
+        return left_RD, now
 
     def _passed(self, hidden_TD: Array, out_TD: Array) -> Array:
         """What a module passes on, of what it takes and what it leaves."""
         return out_TD if self.config.next_token.chains else hidden_TD
 
-    def _take_in(
-        self, model: NextTokenModules, state: Passed, drafting: Drafting
-    ) -> tuple[Passed, dict[int, Array], Array]:
+    def _take_in(self, model: NextTokenModules, state: Passed, drafting: Drafting) -> tuple[Passed, dict[int, Array], Array]:
         """Compute the tokens of a step that proved right with all modules. Returns the state, what each module but the last passes on
         of the last token of each row that it can take, [R, D], and what the first leaves of it."""
         rows = _Rows.of(drafting, len(state.position_N))
@@ -139,9 +144,7 @@ class SeveralModules(HiddenStateDrafter):
             hidden_TD = self._passed(hidden_TD, out_TD)
             passed[index] = hidden_TD[rows.last(index)]
         hidden_RMD = jnp.stack(list(passed.values()), axis=1)
-        state = Passed(
-            state.position_N.at[rows.row_R].set(rows.end_R), state.hidden_NMD.at[rows.row_R].set(hidden_RMD)
-        )
+        state = Passed(state.position_N.at[rows.row_R].set(rows.end_R), state.hidden_NMD.at[rows.row_R].set(hidden_RMD))
         return state, passed, first_RD
 
 
@@ -196,10 +199,12 @@ def make(
         return first
     config, layer = first.config, target.next_token.layer
     size = config.num_layers
-    own = {(layer or target.layer_name(target.num_layers + module)).format(i) for module in range(count) for i in range(count * size)}
-    names = replace(
-        target.names, ignored=tuple(name for name in config.names.ignored if name.removesuffix(".") not in own)
-    )
+    own = {
+        (layer or target.layer_name(target.num_layers + module)).format(i)
+        for module in range(count)
+        for i in range(count * size)
+    }
+    names = replace(target.names, ignored=tuple(name for name in config.names.ignored if name.removesuffix(".") not in own))
     config = replace(config, layers=config.layers * count, names=names, next_token=target.next_token)
     model = NextTokenModules(config, count=count, first=target.num_layers)
     return SeveralModules(config=config, target=target, model=model, directory=directory, num_modules=count, **fields)

@@ -24,6 +24,7 @@ from jaxllm.progress import SILENT
 from jaxllm.runner.drafter import Drafting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.paged_context import GroupTable, PagedContext
+from pallas_kernels.span_attention import Later
 
 NUM_ROWS, NUM_TOKENS, BLOCK_SIZE, NUM_PAGES = 3, 12, 4, 10
 """The last row is padding."""
@@ -204,6 +205,16 @@ class ByHand:
             is_real = is_real_R & (position_R < MAX_LENGTH)
             return step(ids_R, position_R, row_R, is_real, starts, jnp.where(is_real, position_R + 1, 0), 1)
 
+        def run_step(token_RW, position_R, *, sees_later):
+            width, row_T = token_RW.shape[1], jnp.repeat(jnp.arange(NUM_ROWS), token_RW.shape[1])
+            offset_T, starts = jnp.tile(jnp.arange(width), NUM_ROWS), jnp.arange(NUM_ROWS + 1) * width
+            position_T, kv_length_R = position_R[row_T] + offset_T, jnp.where(is_real_R, position_R + width, 0)
+            queries = None if sees_later else width
+            found = step(token_RW.reshape(-1), position_T, row_T, is_real_R[row_T], starts, kv_length_R, queries)
+            if sees_later:
+                found.attend.later = Later(jnp.where(is_real_R[row_T], width - 1 - offset_T, 0), width - 1)
+            return found
+
         def draw(logits_RV, position_R):
             num_columns = logits_RV.shape[1]
             if self.noise is not None:
@@ -222,6 +233,7 @@ class ByHand:
             query_start_R1=query_start_R1,
             same_step=same_step,
             decode_step=decode_step,
+            run_step=run_step,
             draw=draw,
             **{**arrays, "features": tuple(arrays["features"])},
         )

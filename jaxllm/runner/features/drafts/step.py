@@ -32,7 +32,7 @@ from jaxllm.runner.heads import Device
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import Draw, LatestTokens, with_latest
 from jaxllm.runner.layout import SAMPLING_COLUMNS, Column
-from jaxllm.runner.places import Places, at_positions, lagging, latest_or_known, locate, make_step, next_position
+from jaxllm.runner.places import Places, at_positions, lagging, latest_or_known, locate, make_step, next_position, runs_at
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches, Params, RowArrays
 from jaxllm.runner.step_feature import StepRun
@@ -40,6 +40,7 @@ from jaxllm.sampling.columns import unpack_columns
 from jaxllm.sampling.rejection import as_kept, sample_verified
 from jaxllm.sampling.sampler import logit_of, mark_not_finite
 from jaxllm.sampling.variants import Variant
+from pallas_kernels.span_attention import Later
 
 
 class Engine(Protocol):
@@ -263,6 +264,14 @@ class Drafts(LatestTokens):
             at = at_positions(rows.block_table_NB, row_R, position_R, jnp.where(samples_R, limit_R, 0), engine.cache)
             return drafters_step(token_R, at)
 
+        def run_step(token_RW: jax.Array, position_R: jax.Array, *, sees_later: bool) -> Step:
+            width, limit = token_RW.shape[1], jnp.where(samples_R, limit_R, 0)
+            at = runs_at(rows.block_table_NB, row_R, position_R, limit, width, engine.cache)
+            step = drafters_step(token_RW.reshape(-1), at._replace(num_queries=None) if sees_later else at)
+            if sees_later:
+                step.attend.later = Later(jnp.where(at.kv_length_R[at.owner_T] > 0, width - 1 - at.offset_T, 0), width - 1)
+            return step
+
         def draw(logits_RV: jax.Array, position_R: jax.Array) -> jax.Array:
             nonlocal num_kept, logits_NKV
             drawn = columns_RC.at[:, Column.START].set(position_R - 1).at[:, Column.NUM_TOKENS].set(1)
@@ -291,6 +300,7 @@ class Drafts(LatestTokens):
             query_start_R1=places.query_start_R1,
             same_step=same_step,
             decode_step=decode_step,
+            run_step=run_step,
             num_wanted=width - 1,
             draw=draw,
         )
