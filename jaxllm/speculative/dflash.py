@@ -25,7 +25,7 @@ from jaxllm.layers.source import Module
 from jaxllm.loaders.checkpoint import Checkpoint
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, Names
+from jaxllm.model_parts import Attention, Layer, Names
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.load_config import read_config_json
 from jaxllm.models.registry import find
@@ -89,6 +89,7 @@ class BlockDiffusionHead(nnx.Module):
         fused_TD = self.hidden_norm(self.fused(jnp.concatenate(drafting.features, axis=-1)))
         step = drafting.same_step(drafting.token_ids_T)
         for block in self.blocks:
+            assert block.attention is not None
             block.attention([fused_TD], step)  # whose result nothing reads, so that none is computed
 
     def propose(self, drafting: Drafting) -> Array:
@@ -152,32 +153,19 @@ def make(directory: Path, target: ModelConfig, *, tensor_parallel_size: int = 1,
     target: split over the devices. Raises ConfigError and ModelLoadError.
     """
     raw = flat(read_config_json(directory))
-    source, faults = directory / "config.json", list[str]()
-    own = {**raw, **(raw.get("dflash_config") or {})}
-    config, are_causal = _read(raw, own, directory, target, faults)
-    layers = _feature_layers(raw, own, target, faults)
-    mask, block_size = (own.get(name) for name in ("mask_token_id", "block_size"))
-    if type(mask) is not int or not 0 <= mask < target.vocab_size:
-        faults.append(f"mask_token_id is {json.dumps(mask)}, must be a token of the target's {target.vocab_size}")
-    if faults:
-        raise ModelLoadError(f"{source}: {'; '.join(dict.fromkeys(faults))}")
-    if type(block_size) is int and fields["num_drafts"] >= block_size:
-        raise ConfigError(
-            f"num_speculative_tokens is {fields['num_drafts']}, the draft head {directory} proposes at most {block_size - 1}: its "
-            f"block_size is {block_size}, with the token that they follow"
-        )
+    reader = ConfigReader("a head of DFlash", {**raw, **(raw.get("dflash_config") or {})}, [])
+    _refuse_others(raw, reader)
+    config = _read(raw, reader, directory, target)
+    config, are_causal = _with_windows(config, reader)
+    layers, mask = _feature_layers(reader, target), reader.count("mask_token_id")
+    if mask >= target.vocab_size:
+        reader.faults.append(f"mask_token_id is {mask}, must be one of the target's {target.vocab_size} tokens")
+    if reader.faults:
+        raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(reader.faults))}")
+    _check_block(reader.raw.get("block_size"), fields["num_drafts"], directory)
     is_random = fields.get("load_format") == "dummy"
     checkpoint = None if is_random else open_checkpoint(directory, dtype=config.dtype)
-    entries = {} if checkpoint is None else checkpoint.entries
-    has_others = config.vocab_size != target.vocab_size
-    parts = _Parts(
-        len(layers),
-        mask,
-        are_causal,
-        has_embedding="embed_tokens.weight" in entries,
-        has_head="lm_head.weight" in entries or has_others,
-        has_offsets=OFFSETS in entries or has_others,
-    )
+    parts = _parts(checkpoint, config, target, num_features=len(layers), mask_token_id=mask, are_causal=are_causal)
     if checkpoint is not None:
         _check(checkpoint, config, target, parts)
     try:
@@ -188,54 +176,39 @@ def make(directory: Path, target: ModelConfig, *, tensor_parallel_size: int = 1,
     return BlockDiffusion(config=config, target=target, model=model, feature_layers=layers, directory=directory, **fields)
 
 
-def _read(
-    raw: Mapping[str, Any], own: Mapping[str, Any], directory: Path, target: ModelConfig, faults: list[str]
-) -> tuple[ModelConfig, tuple[bool, ...]]:
-    """A decoder of the layers, which are those of Qwen 3 whatever the target has, and which of them are causal."""
-    flags = ConfigReader("a head of DFlash", own, faults)
-    flags.refuse_unless("model_type", "qwen3", "speculators", "dflash")
-    flags.refuse_unless("speculators_model_type", "dflash")
-    flags.refuse_unless("use_aux_hidden_state", True)
+def _refuse_others(raw: Mapping[str, Any], reader: ConfigReader) -> None:
+    """Faults for heads that compute otherwise."""
+    reader.refuse_unless("model_type", "qwen3", "speculators", "dflash")
+    reader.refuse_unless("speculators_model_type", "dflash")
+    reader.refuse_unless("use_aux_hidden_state", True)
+    reader.refuse_unless("is_neox_style", True)
+    reader.refuse_unless("logit_scale", 1, 1.0)
     for name in _REFUSED:
-        flags.refuse_unless(name, False)
-    flags.refuse_unless("is_neox_style", True)
-    flags.refuse_unless("logit_scale", 1, 1.0)
-    given = [name for name in raw.get("architectures") or () if name not in _ARCHITECTURES]
-    faults += [f"architectures has {name}, supported: {' or '.join(_ARCHITECTURES)}" for name in given]
-    faults += [f"dflash_config has {name}, which is not known" for name in raw.get("dflash_config") or {} if name not in _KNOWN]
-    others = ("layer_types", "use_sliding_window", "sliding_window")
-    plain = {name: value for name, value in raw.items() if name not in others}
+        reader.refuse_unless(name, False)
+    others = [name for name in raw.get("architectures") or () if name not in _ARCHITECTURES]
+    reader.faults += [f"architectures has {name}, supported: {' or '.join(_ARCHITECTURES)}" for name in others]
+    unknown = [name for name in raw.get("dflash_config") or {} if name not in _KNOWN]
+    reader.faults += [f"dflash_config has {name}, which is not known" for name in unknown]
+
+
+def _read(raw: Mapping[str, Any], reader: ConfigReader, directory: Path, target: ModelConfig) -> ModelConfig:
+    """A decoder of the layers, which are those of Qwen 3 whatever the target has, with the vocabulary of the head."""
+    windows = ("layer_types", "use_sliding_window", "sliding_window")
+    plain = {name: value for name, value in raw.items() if name not in windows}
     plain |= {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": raw.get("vocab_size", target.vocab_size),
     }
     architecture, read, _ = find(plain, directory)
-    reader = ConfigReader(architecture, plain, faults)
-    config = read(reader)
-    if config.vocab_size != target.vocab_size:
-        faults.append(f"vocab_size is {config.vocab_size}, must be the target's {target.vocab_size}")
-    if config.hidden_size != target.hidden_size:
-        faults.append(f"hidden_size is {config.hidden_size}, must be the target's {target.hidden_size}")
-    kinds = raw.get("layer_types") or ["full_attention"] * config.num_layers
-    if len(kinds) != config.num_layers or not set(kinds) <= {"full_attention", _WINDOWED}:
-        faults.append(
-            f"layer_types is {json.dumps(kinds)}, must name full_attention or {_WINDOWED} for each of {config.num_layers} layers"
-        )
-        kinds = ["full_attention"] * config.num_layers
-    causal = own.get("is_causal", own.get("causal"))
-    are_causal = tuple(kind == _WINDOWED if causal is None else bool(causal) for kind in kinds)
-    if any(kind == _WINDOWED and not one for kind, one in zip(kinds, are_causal, strict=True)):
-        faults.append("causal is false with layers that have windows, which is not supported")
-    window = flags.integer("swa_window_size", flags.integer("sliding_window")) if _WINDOWED in kinds else None
+    config = read(ConfigReader(architecture, plain, reader.faults))
+    for name in ("vocab_size", "hidden_size"):
+        found, wanted = getattr(config, name), getattr(target, name)
+        if found != wanted:
+            reader.faults.append(f"{name} is {found}, must be the target's {wanted}")
     vocab_size = reader.integer("draft_vocab_size", config.vocab_size)
-    layers = []
-    for part, kind in zip(config.layers, kinds, strict=True):
-        assert isinstance(part.attention, Attention)
-        layers.append(replace(part, attention=replace(part.attention, window=window if kind == _WINDOWED else None)))
-    config = replace(
+    return replace(
         config,
-        layers=tuple(layers),
         norm=replace(config.norm, name="norm"),
         names=Names("embed_tokens", "layers.{}", "lm_head", ("t2d", OFFSETS)),
         vocab_size=vocab_size,
@@ -244,22 +217,65 @@ def _read(
         dtype=target.dtype,
         kv_cache_dtype=target.kv_cache_dtype,
     )
-    return config, are_causal
 
 
-def _feature_layers(raw: Mapping[str, Any], own: Mapping[str, Any], target: ModelConfig, faults: list[str]) -> tuple[int, ...]:
+def _with_windows(config: ModelConfig, reader: ConfigReader) -> tuple[ModelConfig, tuple[bool, ...]]:
+    """The config with the windows of its layers, and which layers are causal: unless it says otherwise, those with windows."""
+    kinds, all_full = reader.raw.get("layer_types"), ["full_attention"] * config.num_layers
+    kinds = all_full if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != config.num_layers or not {*kinds} <= {"full_attention", _WINDOWED}:
+        reader.faults.append(
+            f"layer_types is {json.dumps(kinds)}, must name full_attention or {_WINDOWED} for each of {config.num_layers} layers"
+        )
+        kinds = all_full
+    if _WINDOWED not in kinds:
+        causal = reader.boolean("is_causal", reader.boolean("causal"))
+        return config, (causal,) * config.num_layers
+    window = reader.integer("swa_window_size", reader.integer("sliding_window"))
+    are_causal = tuple(reader.boolean("is_causal", reader.boolean("causal", kind == _WINDOWED)) for kind in kinds)
+    if any(kind == _WINDOWED and not causal for kind, causal in zip(kinds, are_causal, strict=True)):
+        reader.faults.append("causal is false with layers that have windows, which is not supported")
+    windows = (window if kind == _WINDOWED else None for kind in kinds)
+    return replace(config, layers=tuple(map(_with_window, config.layers, windows))), are_causal
+
+
+def _with_window(layer: Layer, window: int | None) -> Layer:
+    assert isinstance(layer.attention, Attention)
+    return replace(layer, attention=replace(layer.attention, window=window))
+
+
+def _feature_layers(reader: ConfigReader, target: ModelConfig) -> tuple[int, ...]:
     """The layers of the target whose inputs it takes. `target_layer_ids` names those whose results they are."""
-    key = next(
-        (name for name in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids") if name in raw), "target_layer_ids"
-    )
-    given, behind = own.get(key), int(key == "target_layer_ids")
+    inputs = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+    key = next((name for name in inputs if name in reader.raw), "target_layer_ids")
+    given, behind = reader.raw.get(key), int(key not in inputs)
     # Of the last layer's result some take it before the model's norm and some behind it.
     most = target.num_layers - 2 if behind else target.num_layers
     is_list = isinstance(given, list) and given and all(type(layer) is int for layer in given)
-    if not is_list or not all(0 <= layer <= most for layer in given):
-        faults.append(f"{key} is {json.dumps(given)}, must be a list of layers of the target, 0 to {most}")
+    if not is_list or not all(0 <= layer <= most for layer in given or ()):
+        reader.faults.append(f"{key} is {json.dumps(given)}, must be a list of layers of the target, 0 to {most}")
         return ()
-    return tuple(layer + behind for layer in given)
+    return tuple(layer + behind for layer in given or ())
+
+
+def _check_block(block_size: object, num_drafts: int, directory: Path) -> None:
+    """Raise ConfigError for more drafts than the head was trained for."""
+    if isinstance(block_size, int) and num_drafts >= block_size:
+        raise ConfigError(
+            f"num_speculative_tokens is {num_drafts}, the draft head {directory} proposes at most {block_size - 1}: its block_size is "
+            f"{block_size}, with the token that they follow"
+        )
+
+
+def _parts(checkpoint: Checkpoint | None, config: ModelConfig, target: ModelConfig, **fields: Any) -> _Parts:
+    """Parts of the checkpoint; without one, those that it would have."""
+    entries, has_others = {} if checkpoint is None else checkpoint.entries, config.vocab_size != target.vocab_size
+    return _Parts(
+        **fields,
+        has_embedding="embed_tokens.weight" in entries,
+        has_head="lm_head.weight" in entries or has_others,
+        has_offsets=OFFSETS in entries or has_others,
+    )
 
 
 def _check(checkpoint: Checkpoint, config: ModelConfig, target: ModelConfig, parts: _Parts) -> None:

@@ -98,11 +98,12 @@ class SeveralModules(HiddenStateDrafter):
     def propose(  # type: ignore[override]
         self, model: NextTokenModules, state: Passed, drafting: Drafting
     ) -> tuple[Passed, Array]:
+        first: Any = model.each[0]  # all have the target's head
         state, passed, out_RD = self._take_in(model, state, drafting)
-        drafts = [self._choose(model.each[0], out_RD, drafting, drafting.position_R + 1)]
+        drafts = [self._choose(first, out_RD, drafting, drafting.position_R + 1)]
         for i in range(1, drafting.num_wanted):
             out_RD, passed = self._next(model, drafting, i, drafts[-1], out_RD, passed)
-            drafts.append(self._choose(model.each[0], out_RD, drafting, drafting.position_R + i + 1))
+            drafts.append(self._choose(first, out_RD, drafting, drafting.position_R + i + 1))
         return state, jnp.stack(drafts, axis=1)
 
     def _next(

@@ -91,11 +91,17 @@ def of_module(name: str, module: int) -> str:
     return re.sub(counted, lambda found: f"{found[1]}.{int(found[2]) + module}", name)
 
 
-def write(spelling: Spelling, folder: Path, count: int = 1) -> Path:
+def write(spelling: Spelling, folder: Path, count: int = 1, **values: object) -> Path:
     """The family's tiny model with random weights, and modules whose layers have their own values."""
     from scripts.tiny_configs import VARIANTS
 
-    raw = {**VARIANTS[spelling.config].to_dict(), "num_nextn_predict_layers": count, "dtype": "float32", **spelling.values}
+    raw = {
+        **VARIANTS[spelling.config].to_dict(),
+        "num_nextn_predict_layers": count,
+        "dtype": "float32",
+        **spelling.values,
+        **values,
+    }
     (folder / "config.json").write_text(json.dumps(raw))
     config, state = goldens.load(folder, load_format="dummy")
     goldens.save(config, state, folder, folder)

@@ -66,7 +66,7 @@ def test_drafts_are_those_of_the_head_alone(tmp_path, config, weights, size, is_
         (
             {"dflash_config": {"target_layer_ids": [1]}},
             {},
-            r"target_layer_ids is \[1\], .*mask_token_id is null, must be a token",
+            r"target_layer_ids is \[1\], .*mask_token_id is missing",
         ),
         ({"dflash_config": {"markov_rank": 3}}, {}, "dflash_config has markov_rank, which is not known"),
         ({"dflash_config": {"use_swa": True}}, {}, "use_swa is True, supported: False"),

@@ -32,6 +32,7 @@ from jaxllm.runner.heads import Device
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import Draw, LatestTokens, with_latest
 from jaxllm.runner.layout import SAMPLING_COLUMNS, Column
+from jaxllm.runner.paged_context import PagedContext
 from jaxllm.runner.places import Places, at_positions, lagging, latest_or_known, locate, make_step, next_position, runs_at
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches, Params, RowArrays
@@ -269,6 +270,7 @@ class Drafts(LatestTokens):
             at = runs_at(rows.block_table_NB, row_R, position_R, limit, width, engine.cache)
             step = drafters_step(token_RW.reshape(-1), at._replace(num_queries=None) if sees_later else at)
             if sees_later:
+                assert isinstance(step.attend, PagedContext)
                 step.attend.later = Later(jnp.where(at.kv_length_R[at.owner_T] > 0, width - 1 - at.offset_T, 0), width - 1)
             return step
 
