@@ -260,7 +260,7 @@ def _num_drafts(
         config = read_config(given["model"], given.get("revision"))
         places = (config, config.get("dflash_config") or {})
         size = next((place["block_size"] for place in places if isinstance(place.get("block_size"), int)), None)
-        count = None if size is None else size - 1  # the first of a block is the latest token
+        count = None if size is None else min(size - 1, MAX_DRAFTS)  # the first of a block is the latest token
     if count is None and method == "mtp":
         config = read_config(None, None)
         text = config.get("text_config")

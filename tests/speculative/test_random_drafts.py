@@ -16,7 +16,7 @@ from tests.speculative import block_diffusion, checkpoints, next_token
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 150
-"""Steps of each engine. The same schedules were run once for 5000 steps of each."""
+"""Steps of each engine."""
 KINDS = (
     {},
     {"temperature": 0.8},
@@ -32,7 +32,7 @@ def likely_tokens(count: int) -> np.ndarray:
     return np.sort([token for token, _ in counts.most_common(count)])
 
 
-def with_likely_tokens(weights: dict[str, np.ndarray], count: int = 6) -> dict[str, np.ndarray]:
+def with_likely_tokens(weights: dict[str, np.ndarray], count: int = 3) -> dict[str, np.ndarray]:
     """A head whose vocabulary are the tokens that are often right."""
     head = {"lm_head.weight": weights["lm_head.weight"][:count], "d2t": likely_tokens(count) - np.arange(count)}
     return {**{name: w for name, w in weights.items() if name != "t2d"}, **head}
@@ -42,13 +42,13 @@ def block_head(folder: Path) -> dict:
     weights = with_likely_tokens(block_diffusion.head_tensors(draft_vocab=checkpoints.DRAFT_V))
     plain = {name: value for name, value in block_diffusion.CONFIG.items() if name != "dflash_config"}
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": block_diffusion.WINDOW}
-    own = {"aux_hidden_state_layer_ids": [0, 1], "mask_token_id": 127, "block_size": 3, "draft_vocab_size": 6}
+    own = {"aux_hidden_state_layer_ids": [0, 1], "mask_token_id": 127, "block_size": 3, "draft_vocab_size": 3}
     return {"method": "dflash", "model": str(checkpoints.write(folder, {**plain, **layers, **own}, weights))}
 
 
 def two_layers(folder: Path) -> dict:
     weights = with_likely_tokens(checkpoints.head_tensors(is_third=True, layer="layers.0", num_layers=2))
-    config = {**checkpoints.CONFIG_3, "num_hidden_layers": 2, "draft_vocab_size": 6}
+    config = {**checkpoints.CONFIG_3, "num_hidden_layers": 2, "draft_vocab_size": 3}
     return {"method": "eagle3", "model": str(checkpoints.write(folder, config, weights)), "num_speculative_tokens": 2}
 
 
@@ -85,7 +85,7 @@ def run_at_random(core: EngineCore, vocab_size: int, num_steps: int) -> None:
     while done < num_steps:
         workout.reschedule(
             max_in_flight=rng.choice([1, 2, 3]),
-            num_blocks=rng.choice([4 * fewest, fewest]) if done else fewest,
+            num_blocks=rng.choice([None, fewest]) if done else fewest,
             max_num_batched_tokens=rng.choice([17, 24, 48]),
             enable_prefix_caching=not done or rng.random() < 0.7,
         )
@@ -98,7 +98,7 @@ def run_at_random(core: EngineCore, vocab_size: int, num_steps: int) -> None:
         core.check_integrity()
     counts = workout.drafts.counts
     assert num_preempted and num_cached
-    assert counts.num_accepted_tokens > done // 20 and counts.num_draft_tokens > counts.num_accepted_tokens
+    assert counts.num_accepted_tokens > done // 50 and counts.num_draft_tokens > counts.num_accepted_tokens
 
 
 @pytest.mark.parametrize("make_head", [block_head, two_layers])
