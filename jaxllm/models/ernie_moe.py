@@ -19,9 +19,9 @@ DEFAULTS = {
 }
 NEXT_TOKEN = NextToken(
     layer="model.mtp_block.{}",
-    embedding_norm="model.mtp_emb_norm.0",
-    hidden_norm="model.mtp_hidden_norm.0",
-    joined="model.mtp_linear_proj.0",
+    embedding_norm="model.mtp_emb_norm.{module}",
+    hidden_norm="model.mtp_hidden_norm.{module}",
+    joined="model.mtp_linear_proj.{module}",
 )
 """A dense layer, behind which comes the model's own last norm."""
 IGNORED = ("model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.")

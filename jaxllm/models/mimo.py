@@ -41,7 +41,8 @@ REQUIRED = {
 NAMES = Names(ignored=("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings."))
 FUSED = "fused_qkv"
 """The layout of a tensor with queries, keys and values, for as many devices as layers without a window have KV heads."""
-NEXT_TOKEN = replace(FINAL_NORM, layer="model.mtp.layers.{}")
+# Each of its modules takes the model's hidden states. Source: SGLang, for which MiMo's authors wrote them.
+NEXT_TOKEN = replace(FINAL_NORM, layer="model.mtp.layers.{}", chains=False)
 
 
 def read(c: ConfigReader) -> ModelConfig:

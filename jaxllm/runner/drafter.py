@@ -53,13 +53,23 @@ class Drafting:
     """Its position."""
     row_R: jax.Array
     """The place of each row in arrays by row; the last place for rows that drew nothing in this step, and for padding."""
-    same_step: Callable[[jax.Array], Step]
-    """(token_ids_T) -> a step of the drafter's layers with these tokens in the places and positions of the target's.
+    draws_R: jax.Array
+    """Whether a row drew a token in this step: its prompt does not go on."""
+    offset_T: jax.Array
+    """The index of each token in its row's part of the step."""
+    query_start_R1: jax.Array
+    """Where the tokens of each row begin, and where the last ones end; rows of padding may have none."""
+    same_step: Callable[..., Step]
+    """(token_ids_T, lag=0) -> a step of the drafter's layers with these tokens in the places and positions of the target's, less
+    `lag`; rows that begin at a lower position then begin at 0.
 
     `Step.attend(layer, …)` counts the drafter's layers from 0. Steps share the caches: each sees what earlier ones wrote."""
     decode_step: Callable[[jax.Array, jax.Array], Step]
     """(token_ids_R, position_R) -> a step of one token for each row at any position from 0 on. A position behind the blocks of its
     row is computed, but not written."""
+    run_step: Callable[..., Step]
+    """(token_ids_RW, position_R, *, sees_later) -> a step of W tokens for each row from a position on, one row's after the other's.
+    sees_later: whether each token sees those behind it in the step too. Positions behind the blocks are as for `decode_step`."""
     num_wanted: int
     """Drafts that the next step has room for: at most `Drafter.num_drafts`. 0 in `Drafter.follow`."""
     draw: Callable[[jax.Array, jax.Array], jax.Array]

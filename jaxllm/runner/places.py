@@ -133,6 +133,40 @@ def at_positions(
     )
 
 
+def runs_at(
+    block_table_NB: jax.Array, row_R: jax.Array, position_R: jax.Array, limit_R: jax.Array, width: int, cache: CacheLayout
+) -> Places:
+    """A run of `width` tokens for each row from any position on; those from `limit_R` on are not written."""
+    num_rows = row_R.shape[0]
+    index_T = jnp.arange(num_rows * width, dtype=jnp.int32)
+    owner_T, offset_T = index_T // width, index_T % width
+    position_T = position_R[owner_T] + offset_T
+    is_real_T = position_T < limit_R[owner_T]
+    extra = -(-(width - 1) // cache.block_size)  # as in `locate_decode`
+    page_tables = [jnp.pad(table_RB, ((0, 0), (0, extra))) for table_RB in _by_group(block_table_NB[row_R], cache)]
+    pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
+    return Places(
+        row_T=row_R[owner_T],
+        owner_T=owner_T,
+        offset_T=offset_T,
+        position_T=position_T,
+        is_real_T=is_real_T,
+        tables=_group_tables(page_tables, pages, position_T, is_real_T, cache),
+        query_start_R1=jnp.arange(num_rows + 1, dtype=jnp.int32) * width,
+        kv_length_R=jnp.where(position_R < limit_R, position_R + width, 0),
+        rows=StateRows(row_R, position_R == 0, None),
+        num_queries=width,
+    )
+
+
+def lagging(places: Places, block_table_NB: jax.Array, columns_RC: jax.Array, lag: int, cache: CacheLayout) -> Places:
+    """The places of a step's tokens at positions less by `lag`, of rows that begin at a lower one from 0 on."""
+    columns_RC = columns_RC.at[:, Column.START].add(-jnp.minimum(columns_RC[:, Column.START], lag))
+    if places.num_queries is None:
+        return locate(block_table_NB, columns_RC, len(places.position_T), cache)
+    return locate_decode(block_table_NB, columns_RC, places.num_queries, cache)
+
+
 def latest_or_known(latest_T: jax.Array, known_T: jax.Array) -> jax.Array:
     """The ids of a step's tokens: those that the host knows, and in place of FROM_ROW what rows have."""
     return jnp.where(known_T == FROM_ROW, latest_T, known_T)

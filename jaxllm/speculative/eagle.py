@@ -1,7 +1,8 @@
-"""Drafts of a decoder layer trained on the target's hidden states. Sources: arXiv:2401.15077 (EAGLE), arXiv:2503.01840 (EAGLE-3).
+"""Drafts of decoder layers trained on the target's hidden states. Sources: arXiv:2401.15077 (EAGLE), arXiv:2503.01840 (EAGLE-3).
 
-EAGLE goes on from the hidden state after the target's last norm and predicts the next one. EAGLE-3 takes what enters three of the
-target's layers, and has a separate head, often for the likelier part of the vocabulary only.
+EAGLE goes on from the hidden state after the target's last norm and predicts the next one. EAGLE-3 takes what enters some of the
+target's layers, mostly three, and has a separate head, often for the likelier part of the vocabulary only. Most heads have one layer; in
+those with more, the later ones are ordinary layers.
 """
 
 import json
@@ -9,10 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
@@ -22,27 +22,23 @@ from jaxllm.layers.decoder import DecoderBlock
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import make_norm
-from jaxllm.layers.parameters import axes_of, parameters, state_of
 from jaxllm.layers.source import Module
 from jaxllm.layers.step import Step
-from jaxllm.loaders.checkpoint import INTEGERS, Checkpoint
-from jaxllm.loaders.dummy import dummy_weights
+from jaxllm.loaders.checkpoint import Checkpoint
 from jaxllm.loaders.formats import open_checkpoint
-from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Attention, Layer, Names, Norm
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.load_config import read_config_json
 from jaxllm.models.registry import find
-from jaxllm.parallel.across_hosts import put
-from jaxllm.parallel.axes import sharding
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
 from jaxllm.speculative.predictor import HiddenStateDrafter
+from jaxllm.speculative.trained_head import OFFSETS, flat, load_head, token_ids
 
-_OFFSETS = "d2t"
-"""The tensor of what is added to ids of the head's vocabulary to get the target's."""
+_OF_THIRD = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Flags of EAGLE-3 heads in config.json. Source: the library speculators."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,10 @@ class _Parts:
     num_features: int
     """Vectors of the target that it fuses; 0: EAGLE, which fuses the embedding of the next token with the one hidden state."""
     residual_is_normed: bool
+    norms_features: Literal["none", "each", "all"]
+    """Whether each of these vectors has a norm, or all together one."""
+    feeds_normed: bool
+    """Whether a draft is made from the state of the one before after the last norm."""
     has_bias: bool
     has_embedding: bool
     has_head: bool
@@ -59,7 +59,7 @@ class _Parts:
 
 
 class EagleHead(nnx.Module):
-    """The layer and what is around it. Embedding and head are the target's where the checkpoint has none."""
+    """The layers and what is around them. Embedding and head are the target's where the checkpoint has none."""
 
     def __init__(self, config: ModelConfig, target: ModelConfig, parts: _Parts):
         """target: of the same number of devices."""
@@ -69,13 +69,20 @@ class EagleHead(nnx.Module):
         fused = Module("fc", (H,))
         self.fused = Linear("td,dh->th", (inputs, H), ("embed", "embed"), dtype, modules=[fused], bias=parts.has_bias)
         self.block = DecoderBlock(config, 0)
+        later = [DecoderBlock(config, layer) for layer in range(1, config.num_layers)]
+        self.later = nnx.List(later) if later else nnx.data(None)
+        self.feature_norms = nnx.data(None)
+        if parts.norms_features != "none":
+            self.feature_norms = nnx.List(
+                make_norm(replace(config.norm, name=name), width, dtype) for name, width in _feature_norms(parts, target)
+            )
         self.hidden_norm = make_norm(_hidden_norm(config) if parts.num_features else None, H, dtype)
         self.norm = make_norm(config.norm if parts.num_features else None, H, dtype)
         own = replace(config, vocab_size=target.vocab_size, padded_vocab_size=target.padded_vocab_size)
         self.embedding = Embedding(own, config.names.embedding) if parts.has_embedding else nnx.data(None)
         self.head = Embedding(config, config.names.head) if parts.has_head else nnx.data(None)
         self.token_ids = (
-            abstract_param((config.vocab_size,), ("draft_vocab",), "int32", source=_OFFSETS, init="zeros")
+            abstract_param((config.vocab_size,), ("draft_vocab",), "int32", source=OFFSETS, init="zeros")
             if parts.has_offsets
             else nnx.data(None)
         )
@@ -83,7 +90,12 @@ class EagleHead(nnx.Module):
     def hidden(self, drafting: Drafting) -> Array:
         if not self.parts.num_features:
             return drafting.hidden_TD
-        return self.fused(jnp.concatenate(drafting.features, axis=-1))
+        features, norms = drafting.features, self.feature_norms
+        if norms is None:
+            return self.fused(jnp.concatenate(features, axis=-1))
+        if self.parts.norms_features == "all":
+            return self.fused(norms[0](jnp.concatenate(features, axis=-1)))
+        return self.fused(jnp.concatenate([norm(x_TD) for norm, x_TD in zip(norms, features, strict=True)], axis=-1))
 
     def __call__(self, target: Any, hidden_TX: Array, step: Step, kept_R: Array | None = None) -> tuple[Array, Array]:
         embedding = target.embedding if self.embedding is None else self.embedding
@@ -96,8 +108,12 @@ class EagleHead(nnx.Module):
         else:
             x_TD = self.fused(jnp.concatenate([embedded_TD, hidden_TX], axis=-1))
             run = (x_TD, x_TD)
-        ((x_TD, out_TD),) = self.block([run], self.norm, step, kept_R)
-        return x_TD, out_TD
+        later = () if self.later is None else tuple(self.later)
+        runs, norms = [run], [*(block.attention_norm for block in later), self.norm]
+        for block, norm in zip((self.block, *later), norms, strict=True):
+            runs = block(runs, norm, step, kept_R if norm is self.norm else None)
+        ((x_TD, out_TD),) = runs
+        return out_TD if self.parts.feeds_normed else x_TD, out_TD
 
     def logits(self, target: Any, hidden_RD: Array, shards: Shards) -> Array:
         return (target if self.head is None else self.head).logits(hidden_RD, shards)  # type: ignore[no-any-return]
@@ -113,21 +129,12 @@ class Eagle(HiddenStateDrafter):
 
     def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
         """Raises ModelLoadError."""
-        report, parts = bytes_loaded(progress), self.model.parts
 
-        def build(config: ModelConfig, parts: _Parts = parts) -> EagleHead:
+        def build(config: ModelConfig, *, has_offsets: bool) -> EagleHead:
+            parts = replace(self.model.parts, has_offsets=has_offsets)
             return EagleHead(config, self.target if config is self.config else self.target.as_stored(), parts)
 
-        if self.load_format == "dummy":
-            return dummy_weights(self.config, self.model, mesh, seed=self.seed, progress=report, build=build)
-        weights = build(self.config, replace(parts, has_offsets=False))
-        options: dict[str, Any] = {"load_format": self.load_format, "mesh": mesh, "progress": report}
-        state = load_checkpoint(self.config, weights, self.directory, **options)
-        arrays = {path: variable.get_value() for path, variable in parameters(state)}
-        if parts.has_offsets:
-            ids = _token_ids(open_checkpoint(self.directory, self.load_format), self.config.vocab_size, self.target)
-            arrays["token_ids",] = put(ids, sharding(mesh, axes_of(self.model.token_ids)))
-        return state_of(self.model, arrays)
+        return load_head(self, build, mesh, bytes_loaded(progress))
 
 
 def make(
@@ -142,7 +149,7 @@ def make(
 
     target: split over the devices. Raises ConfigError and ModelLoadError.
     """
-    raw = _flat(read_config_json(directory))
+    raw = flat(read_config_json(directory))
     config = _read(raw, directory, target, is_third=is_third)
     layers = _feature_layers(raw, directory, target) if is_third else ()
     is_random = fields.get("load_format") == "dummy"
@@ -164,16 +171,8 @@ def make(
     )
 
 
-def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json, merged with the layer's where that is a separate object (the library speculators writes it so)."""
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        return raw
-    return {**raw, "architectures": None, **layer}
-
-
 def _read(raw: Mapping[str, Any], directory: Path, target: ModelConfig, *, is_third: bool) -> ModelConfig:
-    """A decoder of one layer, with the vocabulary of the head. It is read as the family reads it that its name contains."""
+    """A decoder of the layers, with the vocabulary of the head. It is read as the family reads it that its name contains."""
     names = raw.get("architectures") or ["LlamaForCausalLM"]
     name = re.sub("(?i)eagle-?3?", "", str(names[0]))
     plain = {**raw, "architectures": [name], "vocab_size": raw.get("vocab_size", target.vocab_size)}
@@ -181,16 +180,20 @@ def _read(raw: Mapping[str, Any], directory: Path, target: ModelConfig, *, is_th
     reader = ConfigReader(architecture, plain, [])
     config = read(reader)
     faults = reader.faults
-    reader.refuse_unless("num_hidden_layers", 1)
-    layer = config.layers[0]
-    if not isinstance(layer.attention, Attention) or not isinstance(layer.mlp, MLP) or layer.attention_norm is None:
+    first, *later = config.layers
+    if any(not isinstance(each.attention, Attention) or not isinstance(each.mlp, MLP) for each in config.layers):
         faults.append(f"{architecture} has no layers as Llama has them, which drafts are computed with")
-    if is_third and (layer.attention_post_norm is not None or layer.parallel):
+    if any(each.attention_norm is None for each in config.layers):
+        faults.append(f"{architecture} has no norm before attention, as layers have that drafts are computed with")
+    if is_third and any(each.attention_post_norm is not None or each.parallel for each in config.layers):
         faults.append(f"{architecture} has other norms than Llama")
     for place in (raw, raw.get("eagle_config") or {}):
         flags = ConfigReader(architecture, place, faults)
-        flags.refuse_unless("norm_before_fc", False)
         flags.refuse_unless("use_aux_hidden_state", is_third)
+        for name in () if is_third else _OF_THIRD:
+            flags.refuse_unless(name, False)
+        if place.get("norm_before_fc"):
+            flags.refuse_unless("fc_norm", False)
     if config.vocab_size != target.vocab_size:
         faults.append(f"vocab_size is {config.vocab_size}, must be the target's {target.vocab_size}")
     width = reader.integer("target_hidden_size", target.hidden_size)
@@ -203,9 +206,9 @@ def _read(raw: Mapping[str, Any], directory: Path, target: ModelConfig, *, is_th
         raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(faults))}")
     return replace(
         config,
-        layers=(_with_two_inputs(layer) if is_third else replace(layer, attention_norm=None),),
+        layers=(_with_two_inputs(first) if is_third else replace(first, attention_norm=None), *later),
         norm=replace(config.norm, name="norm"),
-        names=Names("embed_tokens", "layers.0", "lm_head", ("t2d", _OFFSETS)),
+        names=Names("embed_tokens", "layers.{}", "lm_head", ("t2d", OFFSETS)),
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,
         tie_word_embeddings=False,
@@ -217,6 +220,13 @@ def _read(raw: Mapping[str, Any], directory: Path, target: ModelConfig, *, is_th
 def _with_two_inputs(layer: Layer) -> Layer:
     assert isinstance(layer.attention, Attention)
     return replace(layer, attention=replace(layer.attention, num_inputs=2))
+
+
+def _feature_norms(parts: _Parts, target: ModelConfig) -> list[tuple[str, int]]:
+    """Name and width of each norm of the target's vectors."""
+    if parts.norms_features == "all":
+        return [("input_norm", parts.num_features * target.hidden_size)]
+    return [(f"fc_norm.{i}", target.hidden_size) for i in range(parts.num_features)]
 
 
 def _hidden_norm(config: ModelConfig) -> Norm:
@@ -244,13 +254,16 @@ def _parts(
     entries = {} if checkpoint is None else checkpoint.entries
     shares_head = config.hidden_size == target.hidden_size and config.vocab_size == target.vocab_size
     differs = num_features > 0 and (checkpoint is None or not shares_head)
+    flags = {name for place in (raw, raw.get("eagle_config") or {}) for name in _OF_THIRD if place.get(name)}
     return _Parts(
         num_features,
-        residual_is_normed=bool(raw.get("norm_before_residual")),
+        residual_is_normed="norm_before_residual" in flags,
+        norms_features="all" if "norm_before_fc" in flags else "each" if "fc_norm" in flags else "none",
+        feeds_normed="norm_output" in flags,
         has_bias="fc.bias" in entries,
         has_embedding="embed_tokens.weight" in entries or config.hidden_size != target.hidden_size,
         has_head="lm_head.weight" in entries or differs,
-        has_offsets=_OFFSETS in entries or config.vocab_size != target.vocab_size,
+        has_offsets=OFFSETS in entries or config.vocab_size != target.vocab_size,
     )
 
 
@@ -265,28 +278,10 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, target: ModelConfig, par
             f"of hidden_size {width}; give the head that was trained for this target"
         )
     if parts.has_offsets:
-        _token_ids(checkpoint, config.vocab_size, target)
+        token_ids(checkpoint, config.vocab_size, target)
     names = config.names
-    if any(name.startswith("midlayer.") for name in entries):
+    if config.num_layers == 1 and any(name.startswith("midlayer.") for name in entries):
         names = replace(names, layer="midlayer")
     if not parts.num_features:  # some converters write the norm that EAGLE does not have
-        names = replace(names, ignored=(*names.ignored, f"{names.layer}.input_layernorm."))
+        names = replace(names, ignored=(*names.ignored, f"{names.layer.format(0)}.input_layernorm."))
     return replace(config, names=names)
-
-
-def _token_ids(checkpoint: Checkpoint, vocab_size: int, target: ModelConfig) -> np.ndarray:
-    """The target's ids of the head's vocabulary, int32. Raises ModelLoadError."""
-    entry = checkpoint.entries.get(_OFFSETS)
-    told = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-    if entry is None or entry.dtype not in INTEGERS or tuple(entry.shape) != (vocab_size,):
-        raise ModelLoadError(
-            f"{_OFFSETS} in {checkpoint.directory} is {told}, must be {vocab_size} integers: what is added to the ids of the head's "
-            f"draft_vocab_size {vocab_size} to get the target's"
-        )
-    ids = np.arange(vocab_size) + checkpoint.tensor(_OFFSETS)
-    if ids.min() < 0 or ids.max() >= target.vocab_size:
-        raise ModelLoadError(
-            f"{_OFFSETS} in {checkpoint.directory} gives the token ids {ids.min()} to {ids.max()}, must be those of the target's "
-            f"{target.vocab_size} tokens"
-        )
-    return ids.astype(np.int32)

@@ -14,17 +14,19 @@ from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.topology import Topology
 from jaxllm.scheduler.draft_control import DraftControl
-from jaxllm.speculative import draft_model, eagle, mtp
+from jaxllm.speculative import dflash, draft_model, eagle, mtp_modules
 from jaxllm.speculative.control import AdaptiveControl
+from jaxllm.speculative.dflash import BlockDiffusion
 from jaxllm.speculative.draft_model import DraftModel
 from jaxllm.speculative.eagle import Eagle
 from jaxllm.speculative.grammar import GrammarControl, GrammarDrafter
 from jaxllm.speculative.mtp import MultiTokenPrediction
+from jaxllm.speculative.mtp_modules import SeveralModules
 from jaxllm.speculative.ngram import NGramDrafter
 from jaxllm.speculative.options import SpeculativeConfig, of_engine
 from jaxllm.text.model_files import text_files
 
-AnyDrafter = GrammarDrafter | NGramDrafter | DraftModel | Eagle | MultiTokenPrediction
+AnyDrafter = GrammarDrafter | NGramDrafter | DraftModel | Eagle | MultiTokenPrediction | SeveralModules | BlockDiffusion
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
     }
     if options.method == "mtp":
         fields |= {"load_format": given.load_format, "tensor_parallel_size": size, "num_expert_devices": topology.expert}
-        return mtp.make(target_directory, target, **fields)
+        return mtp_modules.make(target_directory, target, **fields)
     assert options.model is not None
     directory = resolve_model(options.model, options.revision, given.download_dir)
     fields["load_format"] = "dummy" if given.load_format == "dummy" else "auto"
@@ -115,4 +117,6 @@ def _drafter(options: SpeculativeConfig, config: EngineConfig, target: ModelConf
             quantization=options.quantization,
             **fields,
         )
+    if options.method == "dflash":
+        return dflash.make(directory, target, tensor_parallel_size=size, **fields)
     return eagle.make(directory, target, is_third=options.method == "eagle3", tensor_parallel_size=size, **fields)

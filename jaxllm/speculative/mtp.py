@@ -1,7 +1,7 @@
 """Drafts of the layers for multi-token prediction that a checkpoint has behind the target's. Source: arXiv:2412.19437, section 2.2.
 
-Each module combines the hidden state of a token, after the target's last norm, with the embedding of the next token. Where a checkpoint
-has several, only the first is used: it goes on from its own results.
+Each module combines the hidden state of a token, after the target's last norm, with the embedding of the next token. A single one goes on
+from its own results; of several, `mtp_modules` has each make one draft.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from jaxllm.layers.step import Step
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, LatentAttention, Layer, MoE, NextToken, StateMixer
+from jaxllm.model_parts import Attention, LatentAttention, Layer, MoE, StateMixer
 from jaxllm.parallel.shards import Shards
 from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
@@ -34,7 +34,9 @@ from jaxllm.speculative.predictor import HiddenStateDrafter
 class NextTokenModule(nnx.Module):
     """A few layers, with norms of what goes in and what comes out; embedding and head are the target's."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layers: range | None = None):
+        """layers: those of the config that are its own; None: all."""
+        layers = range(config.num_layers) if layers is None else layers
         D, part = config.hidden_size, config.next_token
         self.token_ids = nnx.data(None)
 
@@ -43,8 +45,8 @@ class NextTokenModule(nnx.Module):
 
         self.embedding_norm, self.hidden_norm, self.norm = norm(part.embedding_norm), norm(part.hidden_norm), norm(part.norm)
         self.joined = Linear("td,dh->th", (2 * D, D), ("embed", "embed"), config.dtype, modules=[Module(part.joined, (D,))])
-        self.blocks = nnx.List([DecoderBlock(config, layer) for layer in range(config.num_layers)])
-        attends = (layer for layer, parts in enumerate(config.layers) if parts.attention is not None)
+        self.blocks = nnx.List([DecoderBlock(config, layer) for layer in layers])
+        attends = (place for place, layer in enumerate(layers) if config.layers[layer].attention is not None)
         self.last_attention = max(attends, default=0)
         for block in self.blocks:
             take_formats(config, block)
@@ -94,17 +96,18 @@ def make(
         )
     if fields.get("load_format") == "orbax":
         raise ConfigError("load_format is orbax, whose checkpoints have no layers for multi-token prediction; load safetensors")
-    config = _config(target, num_expert_devices, tensor_parallel_size)
+    config = first_module(target, num_expert_devices, tensor_parallel_size)
     return MultiTokenPrediction(config=config, target=target, model=NextTokenModule(config), directory=directory, **fields)
 
 
-def _config(target: ModelConfig, num_expert_devices: int, size: int) -> ModelConfig:
-    """The layers of the first module; all other tensors of the checkpoint are ignored."""
+def first_module(target: ModelConfig, num_expert_devices: int, size: int) -> ModelConfig:
+    """The layers of the first module; all other tensors of the checkpoint are ignored. size: devices that split tensors. Raises
+    ConfigError."""
     names, part, first = target.names, target.next_token, target.num_layers
     layer = part.layer or target.layer_name(first)
     others = [f"{name}." for i in range(first + target.num_spare_layers) if (name := target.layer_name(i)) != layer]
     outside = [f"{name}." for name in (names.embedding, names.head, target.norm.name)]
-    part = _named(part, layer.format(0))
+    part = part.named(layer.format(0))
     names = replace(names, layer=layer, ignored=(*names.ignored, *others, *part.shared, *outside))
     # A layer with linear attention is not what predicts, wherever it stands in the target.
     like = next(each for each in reversed(target.layers) if isinstance(each.attention, (Attention, LatentAttention)))
@@ -127,12 +130,6 @@ def _with_own_index(like: Layer, layers: Sequence[Layer]) -> Layer:
     others = (each.attention for each in reversed(layers) if isinstance(each.attention, LatentAttention))
     index = next(other.index for other in others if other.index is not None)
     return replace(like, attention=replace(part, index=index))
-
-
-def _named(part: NextToken, first: str) -> NextToken:
-    """With whole names of tensors. first: that of its first layer."""
-    names = {name: getattr(part, name).format(first) for name in ("embedding_norm", "hidden_norm", "joined", "norm")}
-    return replace(part, **names, shared=tuple(name.format(first) for name in part.shared))
 
 
 def _without_copies(layer: Layer, num_devices: int) -> Layer:

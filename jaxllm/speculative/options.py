@@ -23,7 +23,7 @@ DEFAULT_LOOKUP = 5
 DEFAULT_FORCED = 7
 """Most drafts of a row for the method grammar: most names of properties have fewer tokens, with what stands between them and values."""
 
-Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp", "grammar"]
+Method = Literal["ngram", "draft_model", "eagle", "eagle3", "dflash", "mtp", "grammar"]
 METHODS: tuple[str, ...] = typing.get_args(Method)
 _METHODS_TEXT = f"the methods are {', '.join(METHODS)}"
 ALIASES: Mapping[str, Method] = {
@@ -44,6 +44,7 @@ NEED_MODEL: Mapping[str, str] = {
     "draft_model": "the smaller model",
     "eagle": "the checkpoint of the EAGLE head",
     "eagle3": "the checkpoint of the EAGLE-3 head",
+    "dflash": "the checkpoint of the DFlash head",
 }
 """Description of `model` by the method that needs it."""
 ONLY_FOR: Mapping[str, tuple[str, ...]] = {
@@ -255,6 +256,11 @@ def _num_drafts(
     given: Mapping[str, Any], method: Method, read_config: Callable[[str | None, str | None], Mapping[str, Any]]
 ) -> int:
     count = given.get("num_speculative_tokens", DEFAULT_FORCED if method == "grammar" else None)
+    if count is None and method == "dflash":
+        config = read_config(given["model"], given.get("revision"))
+        places = (config, config.get("dflash_config") or {})
+        size = next((place["block_size"] for place in places if isinstance(place.get("block_size"), int)), None)
+        count = None if size is None else min(size - 1, MAX_DRAFTS)  # the first of a block is the latest token
     if count is None and method == "mtp":
         config = read_config(None, None)
         text = config.get("text_config")

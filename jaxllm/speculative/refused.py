@@ -7,8 +7,7 @@ METHODS_ELSEWHERE: Mapping[str, str] = {
     "suffix": "n-grams look up the request's own tokens",
     "medusa": "EAGLE-3 heads of the same models accept more",
     "mlp_speculator": "EAGLE-3 heads of the same models accept more",
-    "dflash": "drafts are proposed one after another",
-    "dspark": "drafts are proposed one after another",
+    "dspark": "there are no heads of DFlash that look at the draft before",
     "extract_hidden_states": "hidden states leave the device only as embeddings",
     "custom_class": "drafters are part of the source (docs/HOW_TO_ADD.md)",
 }
@@ -22,7 +21,7 @@ REJECTION_METHODS_ELSEWHERE: Mapping[str, str] = {
 
 _INHERITED = "drafts use what the model uses"
 _NO_SUFFIX = "there is no suffix decoding; the method ngram looks up the request's own tokens"
-_NO_BLOCKS = "drafts are proposed one after another; the methods eagle3 and mtp are the nearest"
+_NO_BLOCKS = "there are no refined heads of DFlash; the methods dflash and eagle3 are the nearest"
 _NO_FLY = "rejection_sample_method fly changes the distribution of the output; take exact or standard"
 _BLOCK_HASHES = "prefix caching keeps drafts' caches right without options"
 
@@ -34,7 +33,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "suffix_decoding_max_spec_factor": (_NO_SUFFIX,),
     "suffix_decoding_min_token_prob": (_NO_SUFFIX,),
     "use_heterogeneous_vocab": ("a draft model must have the model's vocabulary", False),
-    "parallel_drafting": ("drafts are proposed one after another", False),
+    "parallel_drafting": ("of heads that propose several drafts at once there are those of the method dflash", False),
     "enable_adaptive_verification": ("how many drafts a row gets follows from what was accepted before", False),
     "disable_eagle_block_drop": (_BLOCK_HASHES, False),
     "disable_lookahead_block_hashes": (_BLOCK_HASHES, False),

@@ -24,6 +24,7 @@ from jaxllm.progress import SILENT
 from jaxllm.runner.drafter import Drafting
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.paged_context import GroupTable, PagedContext
+from pallas_kernels.span_attention import Later
 
 NUM_ROWS, NUM_TOKENS, BLOCK_SIZE, NUM_PAGES = 3, 12, 4, 10
 """The last row is padding."""
@@ -93,8 +94,13 @@ class ByHand:
         specs = [jax.tree.map(lambda leaf: leaf.sharding.spec, state) for state in (self.state, self.target_state)]
         cache_specs = [P(None, TENSOR)] * len(self.caches)
         mapped = jax.shard_map(
-            self._propose, mesh=self.mesh, in_specs=(*specs, cache_specs, P()), out_specs=(cache_specs, P()), check_vma=False
+            self._propose,
+            mesh=self.mesh,
+            in_specs=(*specs, cache_specs, P(), P()),
+            out_specs=(cache_specs, P(), P()),
+            check_vma=False,
         )
+        self.kept = self.drafter.new_state(NUM_ROWS, MAX_LENGTH)
         self.propose = jax.jit(mapped)
         self.graphs = nnx.graphdef(self.drafter.model), nnx.graphdef(build_model(self.target))
 
@@ -124,7 +130,9 @@ class ByHand:
             "is_real_T": np.zeros(NUM_TOKENS, bool),
             "hidden_TD": np.zeros((NUM_TOKENS, self.target.hidden_size), np.float32),
             "features": [np.zeros((NUM_TOKENS, self.target.hidden_size), np.float32) for _ in self.drafter.feature_layers],
+            "offset_T": np.zeros(NUM_TOKENS, np.int32),
             "last_R": np.zeros(NUM_ROWS, np.int32),
+            "draws_R": np.zeros(NUM_ROWS, bool),
             "token_R": np.zeros(NUM_ROWS, np.int32),
             "position_R": np.zeros(NUM_ROWS, np.int32),
             "count_R": np.zeros(NUM_ROWS, np.int32),
@@ -142,6 +150,7 @@ class ByHand:
             arrays["next_ids_T"][at:end] = rest
             arrays["position_T"][at:end] = range(start, start + len(own))
             arrays["row_T"][at:end] = row
+            arrays["offset_T"][at:end] = range(len(own))
             arrays["is_real_T"][at:end] = True
             hidden, features = self.hidden_states(before + own)
             arrays["hidden_TD"][at:end] = hidden[start:]
@@ -150,6 +159,7 @@ class ByHand:
             arrays["last_R"][row] = at + num_right[row] - 1
             arrays["count_R"][row] = len(own)
             sequence.num_computed = start + num_right[row]
+            arrays["draws_R"][row] = drawn[row] is not None
             if drawn[row] is not None:
                 sequence.tokens = before + own[: num_right[row]] + [after]
                 arrays["token_R"][row], arrays["position_R"][row] = after, sequence.num_computed
@@ -157,10 +167,10 @@ class ByHand:
         arrays["start_R"] = np.array(
             [*(s.num_computed - n for s, n in zip(self.sequences, num_right, strict=True)), 0], np.int32
         )
-        self.caches, drafts = self.propose(self.state, self.target_state, self.caches, arrays)
+        self.caches, self.kept, drafts = self.propose(self.state, self.target_state, self.caches, self.kept, arrays)
         return np.asarray(drafts)[:-1]
 
-    def _propose(self, state, target_state, caches, arrays):
+    def _propose(self, state, target_state, caches, kept, arrays):
         shards = make_shards(self.mesh, CPU)
         drafter_graph, target_graph = self.graphs
         caches = list(caches)
@@ -185,13 +195,25 @@ class ByHand:
             )
             return Step(ids, position, context, shards, is_real, attend_to_latents=context.attend_to_latents)
 
-        def same_step(ids_T):
-            return step(ids_T, position_T, row_T, is_real_T, query_start_R1, start_R + count_R, None)
+        def same_step(ids_T, lag=0):
+            begin_T = position_T - arrays["offset_T"]
+            less_T, less_R = (jnp.minimum(start, lag) for start in (begin_T, start_R))
+            return step(ids_T, position_T - less_T, row_T, is_real_T, query_start_R1, start_R - less_R + count_R, None)
 
         def decode_step(ids_R, position_R):
             row_R, starts = jnp.arange(NUM_ROWS), jnp.arange(NUM_ROWS + 1)
-            kv_length_R = jnp.where(is_real_R, jnp.minimum(position_R + 1, MAX_LENGTH), 0)
-            return step(ids_R, position_R, row_R, is_real_R, starts, kv_length_R, 1)
+            is_real = is_real_R & (position_R < MAX_LENGTH)
+            return step(ids_R, position_R, row_R, is_real, starts, jnp.where(is_real, position_R + 1, 0), 1)
+
+        def run_step(token_RW, position_R, *, sees_later):
+            width, row_T = token_RW.shape[1], jnp.repeat(jnp.arange(NUM_ROWS), token_RW.shape[1])
+            offset_T, starts = jnp.tile(jnp.arange(width), NUM_ROWS), jnp.arange(NUM_ROWS + 1) * width
+            position_T, kv_length_R = position_R[row_T] + offset_T, jnp.where(is_real_R, position_R + width, 0)
+            queries = None if sees_later else width
+            found = step(token_RW.reshape(-1), position_T, row_T, is_real_R[row_T], starts, kv_length_R, queries)
+            if sees_later:
+                found.attend.later = Later(jnp.where(is_real_R[row_T], width - 1 - offset_T, 0), width - 1)
+            return found
 
         def draw(logits_RV, position_R):
             num_columns = logits_RV.shape[1]
@@ -208,12 +230,12 @@ class ByHand:
             shards=shards,
             row_R=jnp.where(is_real_R, jnp.arange(NUM_ROWS), NUM_ROWS - 1),
             num_wanted=self.drafter.num_drafts,
+            query_start_R1=query_start_R1,
             same_step=same_step,
             decode_step=decode_step,
+            run_step=run_step,
             draw=draw,
             **{**arrays, "features": tuple(arrays["features"])},
         )
-        _, drafts_RK = self.drafter.propose(
-            nnx.merge(drafter_graph, state), self.drafter.new_state(NUM_ROWS, MAX_LENGTH), drafting
-        )
-        return caches, drafts_RK
+        kept, drafts_RK = self.drafter.propose(nnx.merge(drafter_graph, state), kept, drafting)
+        return caches, kept, drafts_RK

@@ -39,12 +39,9 @@ CONFIG = {
 CONFIG_3 = {**CONFIG, "draft_vocab_size": DRAFT_V, "eagle_aux_hidden_state_layer_ids": list(LAYERS)}
 
 
-def head_tensors(*, is_third: bool, layer: str = "midlayer", draft_vocab: int = DRAFT_V, **others) -> dict[str, np.ndarray]:
-    """A random head."""
-    rng = np.random.default_rng(3)
-    inputs, norms = (2 * H, ("input_layernorm", "hidden_norm")) if is_third else (H, ())
-    shapes = {
-        "fc.weight": (H, len(LAYERS) * H if is_third else 2 * H),
+def layer_shapes(layer: str, inputs: int, *norms: str) -> dict[str, tuple[int, ...]]:
+    """Of a layer with this name whose attention takes so many values."""
+    return {
         f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, inputs),
         f"{layer}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, inputs),
         f"{layer}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, inputs),
@@ -54,10 +51,29 @@ def head_tensors(*, is_third: bool, layer: str = "midlayer", draft_vocab: int = 
         f"{layer}.mlp.down_proj.weight": (H, MLP),
         **{f"{layer}.{norm}.weight": (H,) for norm in (*norms, "post_attention_layernorm")},
     }
+
+
+def head_tensors(
+    *,
+    is_third: bool,
+    layer: str = "midlayer",
+    draft_vocab: int = DRAFT_V,
+    num_layers: int = 1,
+    norms: dict[str, int] | None = None,
+    **others,
+) -> dict[str, np.ndarray]:
+    """A random head. norms: widths of those of the target's vectors, by name."""
+    rng = np.random.default_rng(3)
+    inputs, of_layer = (2 * H, ("input_layernorm", "hidden_norm")) if is_third else (H, ())
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, len(LAYERS) * H if is_third else 2 * H)}
+    shapes |= layer_shapes(layer, inputs, *of_layer)
+    for later in range(1, num_layers):
+        shapes |= layer_shapes(f"layers.{later}", H, "input_layernorm")
+    shapes |= {f"{name}.weight": (width,) for name, width in (norms or {}).items()}
     if is_third:
         shapes |= {"norm.weight": (H,), "lm_head.weight": (draft_vocab, H)}
     found = {name: rng.standard_normal(shape) * 2 / np.sqrt(shape[-1]) for name, shape in shapes.items()}
-    found |= {name: 1 + 0.3 * rng.standard_normal(H) for name, shape in shapes.items() if len(shape) == 1}
+    found |= {name: 1 + 0.3 * rng.standard_normal(shape) for name, shape in shapes.items() if len(shape) == 1}
     values = {name: value.astype(np.float32) for name, value in found.items()}
     if is_third and draft_vocab != V:
         ids = np.sort(rng.choice(V, draft_vocab, replace=False))
@@ -84,12 +100,12 @@ class EagleOracle:
         self.head = self.w.get("lm_head.weight", np.float64(target.tensor("lm_head.weight")))
 
     def norm(self, x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * self.w[f"{name}.weight"]
+        return rms(x, self.w[f"{name}.weight"])
 
     def drafts(self, tokens: list[int], hidden_states: HiddenStates, num_drafts: int, noise=None) -> list[int]:
         """After these tokens. noise: [positions, vocabulary], added to logits."""
         hidden, features = hidden_states(tokens[:-1])
-        states = list(np.concatenate(features, -1) @ self.w["fc.weight"].T) if self.is_third else list(np.float64(hidden))
+        states = list(self.fused(features)) if self.is_third else list(np.float64(hidden))
         tokens, drafts = list(tokens), []
         for _ in range(num_drafts):
             out, state = self.forward(self.embedding[tokens[1:]], np.stack(states))
@@ -98,8 +114,14 @@ class EagleOracle:
             logits[ids] = self.head @ out
             drafts.append(int(np.argmax(logits + (0 if noise is None else noise[len(tokens)]))))
             tokens.append(drafts[-1])
-            states.append(state)
+            states.append(out if self.config.get("norm_output") else state)
         return drafts
+
+    def fused(self, features):
+        if self.config.get("fc_norm"):
+            features = [self.norm(x, f"fc_norm.{i}") for i, x in enumerate(features)]
+        x = np.concatenate(features, -1)
+        return (self.norm(x, "input_norm") if self.config.get("norm_before_fc") else x) @ self.w["fc.weight"].T
 
     def forward(self, e, h):
         """The last token's input of the logits, and its hidden state."""
@@ -110,19 +132,40 @@ class EagleOracle:
             inputs = np.concatenate([self.norm(e, "input_layernorm"), normed], -1)
         else:
             x = inputs = np.concatenate([e, h], -1) @ w["fc.weight"].T + w.get("fc.bias", 0)
-        length = len(x)
-        q, k, v = ((inputs @ w[f"self_attn.{n}_proj.weight"].T).reshape(length, -1, HEAD_DIM) for n in "qkv")
-        angle = np.arange(length)[:, None] / 5000.0 ** (np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
-        q, k = (turned(x, angle[:, None]) for x in (q, k))
-        k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
-        scores = np.einsum("nh,snh->ns", q[-1], k) / np.sqrt(HEAD_DIM)
-        share = np.exp(scores - scores.max(-1, keepdims=True))
-        out = np.einsum("ns,snh->nh", share / share.sum(-1, keepdims=True), v).ravel()
-        x = x[-1] + out @ w["self_attn.o_proj.weight"].T
-        y = self.norm(x, "post_attention_layernorm")
-        gate = y @ w["mlp.gate_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
-        return (self.norm(x, "norm") if self.is_third else x), x
+        x = layer(x, inputs, self.w)
+        for later in range(1, self.config.get("num_hidden_layers", 1)):
+            prefix = f"layers.{later}."
+            own = {name.removeprefix(prefix): w for name, w in self.w.items() if name.startswith(prefix)}
+            x = layer(x, rms(x, own["input_layernorm.weight"]), own)
+        return (self.norm(x, "norm") if self.is_third else x)[-1], x[-1]
+
+
+def rms(x, weight):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
+
+
+def layer(x, inputs, w):
+    """x after a layer whose attention takes `inputs`."""
+    length = len(x)
+    q, k, v = ((inputs @ w[f"self_attn.{n}_proj.weight"].T).reshape(length, -1, HEAD_DIM) for n in "qkv")
+    angle = np.arange(length)[:, None] / 5000.0 ** (np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    q, k = (turned(x, angle[:, None]) for x in (q, k))
+    x = x + attended(q, k, v, np.tril(np.ones((length, length), bool))) @ w["self_attn.o_proj.weight"].T
+    return x + mlp(rms(x, w["post_attention_layernorm.weight"]), w)
+
+
+def attended(q, k, v, sees):
+    """[queries, heads x width]; sees: [queries, keys]."""
+    k, v = (np.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
+    scores = np.einsum("tnh,snh->tns", q, k) / np.sqrt(HEAD_DIM)
+    scores = np.where(sees[:, None], scores, -np.inf)
+    share = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("tns,snh->tnh", share / share.sum(-1, keepdims=True), v).reshape(len(q), -1)
+
+
+def mlp(y, w):
+    gate = y @ w["mlp.gate_proj.weight"].T
+    return (gate / (1 + np.exp(-gate)) * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
 
 
 def turned(x, angle):

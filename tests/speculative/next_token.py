@@ -85,11 +85,23 @@ SPELLINGS = {
 }
 
 
-def write(spelling: Spelling, folder: Path) -> Path:
-    """The family's tiny model with random weights, and a module whose layers have their own values."""
+def of_module(name: str, module: int) -> str:
+    """A name in a module, from that in the first."""
+    counted = r"(mtp\.layers|mtp_block|mtp_emb_norm|mtp_hidden_norm|mtp_linear_proj|model\.layers)\.(\d+)"
+    return re.sub(counted, lambda found: f"{found[1]}.{int(found[2]) + module}", name)
+
+
+def write(spelling: Spelling, folder: Path, count: int = 1, **values: object) -> Path:
+    """The family's tiny model with random weights, and modules whose layers have their own values."""
     from scripts.tiny_configs import VARIANTS
 
-    raw = {**VARIANTS[spelling.config].to_dict(), "num_nextn_predict_layers": 1, "dtype": "float32", **spelling.values}
+    raw = {
+        **VARIANTS[spelling.config].to_dict(),
+        "num_nextn_predict_layers": count,
+        "dtype": "float32",
+        **spelling.values,
+        **values,
+    }
     (folder / "config.json").write_text(json.dumps(raw))
     config, state = goldens.load(folder, load_format="dummy")
     goldens.save(config, state, folder, folder)
@@ -98,34 +110,36 @@ def write(spelling: Spelling, folder: Path) -> Path:
     weights = {
         name: w + rng.standard_normal(w.shape, np.float32) * (0.3 if w.ndim == 1 else 0.1) for name, w in weights.items()
     }
-    behind = {
-        re.sub(f"^{old}", new, name): w * rng.uniform(0.5, 1.5, w.shape).astype(np.float32)
-        for old, new in spelling.copied.items()
-        for name, w in weights.items()
-        if re.match(old, name)
-    }
-    first, second, joined, last = spelling.names
-    width = config.hidden_size
-    for name in (first, second, last):
-        behind[f"{name}.weight"] = 1 + rng.standard_normal(width, np.float32) / 4
-    behind[f"{joined}.weight"] = rng.standard_normal((width, 2 * width), np.float32) / 4
+    behind, width = {}, config.hidden_size
+    for module in range(count):
+        behind |= {
+            re.sub(f"^{old}", of_module(new, module), name): w * rng.uniform(0.5, 1.5, w.shape).astype(np.float32)
+            for old, new in spelling.copied.items()
+            for name, w in weights.items()
+            if re.match(old, name)
+        }
+        first, second, joined, last = (of_module(name, module) for name in spelling.names)
+        for name in (first, second, last):
+            behind[f"{name}.weight"] = 1 + rng.standard_normal(width, np.float32) / 4
+        behind[f"{joined}.weight"] = rng.standard_normal((width, 2 * width), np.float32) / 4
     save_file({**weights, **behind}, folder / "model.safetensors")
     return folder
 
 
 class ModuleOracle:
-    """The module in float64, but for what its layers are, which dense attention computes."""
+    """A module in float64, but for what its layers are, which dense attention computes."""
 
-    def __init__(self, spelling: Spelling, directory: Path):
-        self.spelling, checkpoint = spelling, open_checkpoint(directory)
+    def __init__(self, spelling: Spelling, directory: Path, module: int = 0):
+        checkpoint = open_checkpoint(directory)
+        self.names = tuple(of_module(name, module) for name in spelling.names)
+        layer = of_module(spelling.layer, module) if module == 0 else of_module(spelling.layer.format(0), module)
         self.w = {name: np.float64(checkpoint.tensor(name)) for name in checkpoint.entries}
         config = load_model_config(directory)
         self.config = config
         layers = config.next_token.layers or config.layers[-1:]
-        ignored = tuple({f"{config.layer_name(i)}." for i in range(len(config.layers))} - {f"{spelling.layer}."})
-        names = dataclasses.replace(
-            config.names, layer=spelling.layer, ignored=(*ignored, *config.names.ignored, *spelling.names)
-        )
+        others = {f"{config.layer_name(i)}." for i in range(len(config.layers) + config.num_spare_layers)}
+        ignored = (*(others - {f"{layer}."}), *config.names.ignored, "model.mtp", *self.names)
+        names = dataclasses.replace(config.names, layer=layer, ignored=ignored)
         alone = dataclasses.replace(config, layers=layers, names=names, num_spare_layers=0)
         model = build_model(alone)
         self.state = load_weights(alone, model, directory, load_format="auto", mesh=make_mesh(1))
@@ -147,16 +161,36 @@ class ModuleOracle:
     def norm(self, x, name):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config.norm.eps) * self.w[f"{name}.weight"]
 
+    def forward(self, token_ids, states):
+        """Hidden states [T, D] of tokens and what the module takes with each."""
+        first, second, joined, last = self.names
+        inputs = [self.norm(self.w[f"{self.config.names.embedding}.weight"][token_ids], first), self.norm(states, second)]
+        x = np.concatenate(inputs, -1) @ self.w[f"{joined}.weight"].T
+        x = self.padded_layers(self.state, np.pad(np.float32(x), ((0, MAX_LENGTH - len(x)), (0, 0))))[: len(x)]
+        return self.norm(np.float64(x), last)
+
+    def likeliest(self, state):
+        names = self.config.names
+        head = self.w[f"{names.embedding if self.config.tie_word_embeddings else names.head}.weight"]
+        return int(np.argmax(head @ state))
+
     def drafts(self, tokens: list[int], hidden_states: HiddenStates, count: int) -> list[int]:
         """After these tokens."""
-        first, second, joined, last = self.spelling.names
-        names, states, tokens = self.config.names, list(np.float64(hidden_states(tokens[:-1])[0])), list(tokens)
-        embedding = self.w[f"{names.embedding}.weight"]
-        head = embedding if self.config.tie_word_embeddings else self.w[f"{names.head}.weight"]
-        for _ in range(count):
-            inputs = [self.norm(embedding[tokens[1:]], first), self.norm(np.stack(states), second)]
-            x = np.concatenate(inputs, -1) @ self.w[f"{joined}.weight"].T
-            x = self.padded_layers(self.state, np.pad(np.float32(x), ((0, MAX_LENGTH - len(x)), (0, 0))))[len(x) - 1]
-            states.append(self.norm(np.float64(x), last))
-            tokens.append(int(np.argmax(head @ states[-1])))
-        return tokens[-count:]
+        return in_turn([self], tokens, hidden_states, count, chains=True)
+
+
+def in_turn(modules, tokens: list[int], hidden_states: HiddenStates, count: int, *, chains: bool) -> list[int]:
+    """Drafts of several modules after these tokens, from the beginning of the sequence each time; those beyond are of the last one.
+
+    chains: a module takes what the one before it leaves, else the model's hidden states.
+    """
+    states, tokens = np.float64(hidden_states(tokens[:-1])[0]), list(tokens)
+    for draft in range(count):
+        module = modules[min(draft, len(modules) - 1)]
+        left = module.forward(tokens[1 + min(draft, len(modules) - 1) :], states)
+        tokens.append(module.likeliest(left[-1]))
+        if draft >= len(modules) - 1:
+            states = np.concatenate([states, left[-1:]])
+        elif chains:
+            states = left
+    return tokens[-count:]

@@ -23,6 +23,7 @@ NESTED = {
     "norm_before_residual": True,
     "target_hidden_size": None,
 }
+LATER = {"is_third": True, "layer": "layers.0", "num_layers": 2}
 EMBEDDING = np.random.default_rng(5).standard_normal((V, H)).astype(np.float32)
 
 
@@ -46,8 +47,38 @@ EMBEDDING = np.random.default_rng(5).standard_normal((V, H)).astype(np.float32)
             False,
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {**CONFIG_3, "num_hidden_layers": 2, "fc_norm": True, "norm_output": True},
+            head_tensors(**LATER, norms={f"fc_norm.{i}": H for i in range(3)}),
+            2,
+            False,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**CONFIG_3, "norm_before_fc": True, "norm_before_residual": True},
+            head_tensors(is_third=True, norms={"input_norm": 3 * H}),
+            1,
+            False,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**CONFIG, "num_hidden_layers": 2},
+            head_tensors(is_third=False, layer="layers.0", num_layers=2),
+            1,
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["eagle3", "eagle3 tp2 drawn", "eagle3 whole vocabulary tp4", "eagle drawn", "eagle own head tp2"],
+    ids=[
+        "eagle3",
+        "eagle3 tp2 drawn",
+        "eagle3 whole vocabulary tp4",
+        "eagle drawn",
+        "eagle own head tp2",
+        "eagle3 two layers tp2",
+        "eagle3 norm",
+        "eagle two layers",
+    ],
 )
 def test_drafts_are_those_of_the_head_alone(tmp_path, config, weights, size, is_drawn):
     directory = write(tmp_path / "head", config, weights)
@@ -65,8 +96,9 @@ def test_drafts_are_those_of_the_head_alone(tmp_path, config, weights, size, is_
     ("config", "weights", "told"),
     [
         ({"vocab_size": 100}, {}, "vocab_size is 100, must be the target's 128"),
-        ({"num_hidden_layers": 2}, {}, "num_hidden_layers is 2, supported: 1"),
-        ({"eagle_config": {"norm_before_fc": True}}, {}, "norm_before_fc is True, supported: False"),
+        ({"num_hidden_layers": 2}, {}, "missing: layers.0.hidden_norm.weight"),
+        ({"eagle_config": {"norm_before_fc": True}}, {}, "1 missing: input_norm.weight"),
+        ({"norm_before_fc": True, "fc_norm": True}, {}, "fc_norm is True, supported: False"),
         ({"target_hidden_size": 32}, {}, "target_hidden_size is 32, the target's hidden_size is 64"),
         (
             {"eagle_aux_hidden_state_layer_ids": None},

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.progress import SILENT
-from jaxllm.speculative import mtp
+from jaxllm.speculative import mtp, mtp_modules
 from tests.helpers import goldens
 from tests.speculative import next_token
 from tests.speculative.by_hand import ByHand, target_hidden_states
@@ -75,6 +75,20 @@ def test_drafts_of_a_module_of_several_layers_are_those_of_the_module_alone(tmp_
     states, oracle = target_hidden_states(*goldens.load(directory), ()), ModuleOracle(spelling, directory)
     engine = ByHand(drafter, target, state, states, 2)
     engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, count", [("mimo_v2_flash", 1), ("mimo_v2_flash", 3), ("hy_v3", 3), ("ernie4_5_moe", 2)])
+def test_each_of_several_modules_makes_a_draft(family, count, tmp_path):
+    """Of MiMo all take the model's hidden states, of others those of the module before; there is one draft more than modules."""
+    spelling, num_drafts = SPELLINGS[family], count + 1
+    directory = next_token.write(spelling, tmp_path, count)
+    target, state = goldens.load(directory)
+    drafter = mtp_modules.make(directory, target, num_drafts=num_drafts)
+    states = target_hidden_states(target, state, ())
+    oracles = [ModuleOracle(spelling, directory, module) for module in range(count)]
+    engine, chains = ByHand(drafter, target, state, states), family != "mimo_v2_flash"
+    engine.compare(lambda tokens: next_token.in_turn(oracles, tokens, states, num_drafts, chains=chains))
 
 
 def test_a_module_with_states_is_refused():

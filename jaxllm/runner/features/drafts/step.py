@@ -32,7 +32,8 @@ from jaxllm.runner.heads import Device
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.latest_tokens import Draw, LatestTokens, with_latest
 from jaxllm.runner.layout import SAMPLING_COLUMNS, Column
-from jaxllm.runner.places import Places, at_positions, latest_or_known, locate, make_step, next_position
+from jaxllm.runner.paged_context import PagedContext
+from jaxllm.runner.places import Places, at_positions, lagging, latest_or_known, locate, make_step, next_position, runs_at
 from jaxllm.runner.programs.kind import ProgramKind
 from jaxllm.runner.row_arrays import Caches, Params, RowArrays
 from jaxllm.runner.step_feature import StepRun
@@ -40,6 +41,7 @@ from jaxllm.sampling.columns import unpack_columns
 from jaxllm.sampling.rejection import as_kept, sample_verified
 from jaxllm.sampling.sampler import logit_of, mark_not_finite
 from jaxllm.sampling.variants import Variant
+from pallas_kernels.span_attention import Later
 
 
 class Engine(Protocol):
@@ -255,9 +257,22 @@ class Drafts(LatestTokens):
         def drafters_step(ids: jax.Array, at: Places) -> Step:
             return make_step(shared, ids, at, layers, engine.kernels, shards, exchange=engine.exchange, policy=policy)
 
+        def same_step(ids_T: jax.Array, lag: int = 0) -> Step:
+            at = places if not lag else lagging(places, rows.block_table_NB, columns_RC, lag, engine.cache)
+            return drafters_step(ids_T, at)
+
         def decode_step(token_R: jax.Array, position_R: jax.Array) -> Step:
             at = at_positions(rows.block_table_NB, row_R, position_R, jnp.where(samples_R, limit_R, 0), engine.cache)
             return drafters_step(token_R, at)
+
+        def run_step(token_RW: jax.Array, position_R: jax.Array, *, sees_later: bool) -> Step:
+            width, limit = token_RW.shape[1], jnp.where(samples_R, limit_R, 0)
+            at = runs_at(rows.block_table_NB, row_R, position_R, limit, width, engine.cache)
+            step = drafters_step(token_RW.reshape(-1), at._replace(num_queries=None) if sees_later else at)
+            if sees_later:
+                assert isinstance(step.attend, PagedContext)
+                step.attend.later = Later(jnp.where(at.kv_length_R[at.owner_T] > 0, width - 1 - at.offset_T, 0), width - 1)
+            return step
 
         def draw(logits_RV: jax.Array, position_R: jax.Array) -> jax.Array:
             nonlocal num_kept, logits_NKV
@@ -282,8 +297,12 @@ class Drafts(LatestTokens):
             token_R=rows.last_token_N[row_R],
             position_R=start_R + first_R + num_drawn_R,
             row_R=row_R,
-            same_step=lambda ids_T: drafters_step(ids_T, places),
+            draws_R=samples_R,
+            offset_T=places.offset_T,
+            query_start_R1=places.query_start_R1,
+            same_step=same_step,
             decode_step=decode_step,
+            run_step=run_step,
             num_wanted=width - 1,
             draw=draw,
         )
