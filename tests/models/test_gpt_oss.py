@@ -181,12 +181,17 @@ def load_in_tiles(directory: Path, size: int, load_format: str = "auto", **optio
     slow_except([(2, False)], [(1, False), (2, False), (4, True)]),
     ids=["one device", "by width", "whole experts"],
 )
-def test_experts_in_tiles_are_what_their_four_bits_stand_for(folders: dict[str, Path], size: int, expert_parallel: bool) -> None:
+def test_experts_in_tiles_are_what_their_four_bits_stand_for(
+    folders: dict[str, Path], size: int, expert_parallel: bool
+) -> None:
     """Of two devices each has 96 of an expert's 192 values, padded to 128."""
     config, plain = load(folders["bfloat16"], size, expert_parallel=expert_parallel)
     tiled_config, tiled = load_in_tiles(folders["mxfp4"], size, expert_parallel=expert_parallel)
     assert num_parameters(tiled_config) == num_parameters(config) and not tiled_config.has_packed_experts
-    assert tiled_config.as_stored() == load_model_config(folders["mxfp4"], dequantize=False, expert_parallel=expert_parallel).as_stored()
+    assert (
+        tiled_config.as_stored()
+        == load_model_config(folders["mxfp4"], dequantize=False, expert_parallel=expert_parallel).as_stored()
+    )
     model, tiled_model = (nnx.merge(nnx.graphdef(build_model(c)), s) for c, s in ((config, plain), (tiled_config, tiled)))
     for block, tiled_block in zip(model.blocks, tiled_model.blocks, strict=True):
         for name, axis in (("gate_up", 2), ("down", 2)):
@@ -239,7 +244,9 @@ def test_experts_in_four_bits_are_converted_as_they_were_read(folders: dict[str,
     convert = runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"]
     convert(folders["mxfp4"], tmp_path / "orbax", "float32", dequantize=False)
     again = load(tmp_path / "orbax", 2, dequantize=False)[1]
-    in_tiles = [load_in_tiles(directory, 2, form)[1] for directory, form in ((folders["mxfp4"], "auto"), (tmp_path / "orbax", "orbax"))]
+    in_tiles = [
+        load_in_tiles(directory, 2, form)[1] for directory, form in ((folders["mxfp4"], "auto"), (tmp_path / "orbax", "orbax"))
+    ]
     for pair in ((state, again), in_tiles):
         for expected, got in zip(*map(jax.tree.leaves, pair), strict=True):
             np.testing.assert_array_equal(got, expected)
