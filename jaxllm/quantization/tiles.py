@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
-from jaxllm.quantization.numbers import Scheme
+from jaxllm.quantization.numbers import Scheme, Tiled
 from jaxllm.weight_format import Arrays, Multiply, ParamSpec, WeightSpec
 from pallas_kernels.grouped_matmul.packed import PackedExperts
 from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, decoder_of, pack
 from pallas_kernels.quantized_matmul.packed import MIDDLES
-
-if TYPE_CHECKING:
-    from jaxllm.quantization.formats.packed import Tiled
 
 
 def takes(scheme: Scheme, num_inputs: int, num_groups: int) -> bool:
@@ -50,7 +46,7 @@ def parts_of_device(
     return {name: (part.shape, str(part.dtype)) for name, part in _parts(found).items()}
 
 
-def declare(weight: WeightSpec, scheme: Scheme, tiled: "Tiled", size: int) -> dict[str, ParamSpec]:
+def declare(weight: WeightSpec, scheme: Scheme, tiled: Tiled, size: int) -> dict[str, ParamSpec]:
     """The parts in tiles of a weight that `size` devices may split, each device's padded to whole tiles."""
     stored = next(iter(tiled.stored.values()))
     lead, lead_axes = stored.shape[: tiled.num_lead], stored.axes[: tiled.num_lead]
@@ -68,7 +64,7 @@ def declare(weight: WeightSpec, scheme: Scheme, tiled: "Tiled", size: int) -> di
 
 def lay_out(
     arrays: Arrays,
-    tiled: "Tiled",
+    tiled: Tiled,
     parts: Mapping[str, ParamSpec],
     number: str,
     mesh: Mesh,

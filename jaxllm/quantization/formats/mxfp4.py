@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Tensor
-from jaxllm.quantization.formats.packed import Tiled
 from jaxllm.quantization.formats.patterns import begins, read_names
-from jaxllm.quantization.numbers import Scheme
+from jaxllm.quantization.numbers import Scheme, Tiled
 from jaxllm.weight_format import (
     WHOLE,
     Array,

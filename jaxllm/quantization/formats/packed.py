@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
-from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme
+from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme, Tiled
 from jaxllm.weight_format import (
     Array,
     Arrays,
@@ -34,19 +34,6 @@ PART = ":"
 ReadPart = Callable[[str, Tensor], np.ndarray]
 _ROWS = 2048
 """Outputs that are widened at a time on the host."""
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """A weight in tiles, as a device has it."""
-
-    outputs: tuple[int, ...]
-    num_inputs: int
-    num_groups: int
-    num_lead: int
-    """Dimensions before the outputs: those of experts, which are weights of their own."""
-    stored: Mapping[str, ParamSpec] = field(compare=False)
-    """See `WeightFormat.stored_parts`. Not compared: equal layers have equal formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
