@@ -153,6 +153,8 @@ class WeightFormat:
     """The checkpoints in this format that can be read, for docs; empty: it is not chosen by a config.json that people write."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
+    has_own_kernels: ClassVar[bool] = False
+    """Whether other kernels than those of tiles multiply its weights as stored, so that these are in tiles only where that is asked for."""
     unused: ClassVar[str] = r"\b\B"
     """A pattern of tensors that a checkpoint of this format may hold and that are not read."""
     unused_zeros: ClassVar[str] = r"\b\B"

@@ -15,6 +15,7 @@ from jaxllm.layers.routing import rule_of
 from jaxllm.model_config import FP8, ModelConfig
 from jaxllm.model_parts import Attention, MoE
 from jaxllm.parallel.topology import Topology
+from jaxllm.quantization.formats.mxfp4 import Mxfp4
 from jaxllm.quantization.formats.packed import PackedFormat
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.memory import MemoryPlan
@@ -207,7 +208,7 @@ def tiled_weights(models: Sequence[nnx.Module], dtype: str) -> TiledWeights:
 
 
 def _is_tiled(format: WeightFormat) -> TypeGuard[Any]:
-    return isinstance(format, PackedFormat) and format.tiled is not None
+    return isinstance(format, PackedFormat | Mxfp4) and format.tiled is not None
 
 
 def _experts_in_tiles(mixture: MixtureOfExperts) -> tuple[grouped_matmul.Stored, grouped_matmul.Stored] | None:

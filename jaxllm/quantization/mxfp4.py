@@ -11,7 +11,8 @@ import numpy as np
 from jax import Array, lax
 
 from jaxllm.parallel.arrays import convert
-from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS, pack
+from jaxllm.weight_format import Arrays
+from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, MAGNITUDES, SCALE_BIAS, pack, unpack
 
 
 def widen(blocks: Array, scales: Array, dtype: str) -> Array:
@@ -44,3 +45,10 @@ def _widened_part(stored: Array, scales: Array, permutation: tuple[int, ...], st
 def pack_tensor(stored: Array, permutation: tuple[int, ...]) -> tuple[Array]:
     """A parameter of words, from the bytes [..., K / 2] that a checkpoint holds."""
     return (pack(stored.reshape(*stored.shape[:-1], -1, BLOCK // 2)).transpose(permutation),)
+
+
+def codes_and_scales(arrays: Arrays) -> Arrays:
+    """codes uint8 [N, K / 2] and scale uint8 [N, K / 32], of words [N, K / 4] and exponents [K / 32, N]. A single block becomes two
+    groups: the scale of all inputs would become a factor."""
+    codes, scale = unpack(arrays["words"]), arrays["exponents"].T
+    return {"codes": codes.reshape(len(codes), -1), "scale": scale if scale.shape[1] > 1 else jnp.repeat(scale, 2, axis=1)}

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
-from jaxllm.quantization.numbers import Scheme
-from jaxllm.weight_format import Arrays, Multiply, ParamSpec
+from jaxllm.quantization.numbers import Scheme, Tiled
+from jaxllm.weight_format import Arrays, Multiply, ParamSpec, WeightSpec
 from pallas_kernels.grouped_matmul.packed import PackedExperts
 from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, decoder_of, pack
 from pallas_kernels.quantized_matmul.packed import MIDDLES
@@ -46,10 +46,33 @@ def parts_of_device(
     return {name: (part.shape, str(part.dtype)) for name, part in _parts(found).items()}
 
 
+def declare(weight: WeightSpec, scheme: Scheme, tiled: Tiled, size: int) -> dict[str, ParamSpec]:
+    """The parts in tiles of a weight that `size` devices may split, each device's padded to whole tiles."""
+    stored = next(iter(tiled.stored.values()))
+    lead, lead_axes = stored.shape[: tiled.num_lead], stored.axes[: tiled.num_lead]
+    # Devices that split a dimension, and the axis that says so.
+    outputs = (1, "tiles") if weight.split_outputs is None else (size, "split_tiles")
+    inputs = (size, "split_tiles") if weight.splits_inputs else (1, "tiles")
+    dimensions = {"words": (outputs, inputs, (1, "tiles")), "factor": (outputs,)}
+    found = {}
+    for name, (shape, dtype) in parts_of_device(scheme, tiled.outputs, tiled.num_inputs, tiled.num_groups).items():
+        split = dimensions.get(name, (inputs, outputs))
+        whole = tuple(count * num_devices for count, (num_devices, _) in zip(shape, split, strict=True))
+        found[name] = ParamSpec((*lead, *whole), (*lead_axes, *(axis for _, axis in split)), dtype, stored.source)
+    return found
+
+
 def lay_out(
-    arrays: Arrays, stored: Mapping[str, ParamSpec], parts: Mapping[str, ParamSpec], number: str, num_lead: int, mesh: Mesh
+    arrays: Arrays,
+    tiled: Tiled,
+    parts: Mapping[str, ParamSpec],
+    number: str,
+    mesh: Mesh,
+    as_packed: Callable[[Arrays], Arrays] | None = None,
 ) -> dict[str, Array]:
-    """Lay stored parts out in tiles, on each device those that it holds. num_lead: dimensions of experts."""
+    """Lay stored parts out in tiles, on each device those that it holds. as_packed: gives the parts of a `PackedFormat`, without
+    dimensions of experts, of a weight that is stored otherwise."""
+    stored = tiled.stored
     names = tuple(stored)
     places = tuple(sharding(mesh, spec.axes) for spec in parts.values())
     made = convert(
@@ -59,7 +82,8 @@ def lay_out(
         number=number,
         names=names,
         wanted=tuple(parts),
-        num_lead=num_lead,
+        num_lead=tiled.num_lead,
+        as_packed=as_packed,
         mesh=mesh,
         in_specs=tuple(sharding(mesh, spec.axes).spec for spec in stored.values()),
         out_specs=tuple(place.spec for place in places),
@@ -73,6 +97,7 @@ def _in_tiles(
     names: Sequence[str],
     wanted: Sequence[str],
     num_lead: int,
+    as_packed: Callable[[Arrays], Arrays] | None,
     mesh: Mesh,
     in_specs: tuple[PartitionSpec, ...],
     out_specs: tuple[PartitionSpec, ...],
@@ -81,12 +106,13 @@ def _in_tiles(
         given = dict(zip(names, arrays, strict=True))
         if not num_lead:
             return of_weight(given)
-        lead = given["scale"].shape[:num_lead]
+        lead = arrays[0].shape[:num_lead]
         flat = {name: array.reshape(-1, *array.shape[num_lead:]) for name, array in given.items()}
         # One at a time: packing all at once takes several times as much memory in addition to the result.
         return tuple(array.reshape(*lead, *array.shape[1:]) for array in lax.map(of_weight, flat))
 
     def of_weight(given: Arrays) -> tuple[Array, ...]:
+        given = given if as_packed is None else as_packed(given)
         num_outputs = math.prod(given["scale"].shape[:-1])
         flat = {name: array.reshape(num_outputs, -1) for name, array in given.items()}
         factor = flat["factor"][:, 0] if "factor" in flat else None

@@ -35,12 +35,14 @@ LINEAR: shapes.Shapes = shapes.QWEN3_MOE | {
     "num_hidden_layers": 4,
 }
 """Qwen3-Next's heads. All experts are chosen, as rounding must not change the choice."""
+MXFP4 = "experts in MXFP4"
+"""Called so, gpt-oss's: in tiles where kernels are named, and widened in float32 unless that is turned off."""
 Scores = list[float]
 
 
 def models(*, tiny: bool) -> dict[str, shapes.Shapes]:
-    """By what they are called: a layer of Llama-3.1-8B in each kind of numbers, one of experts in int4, and linear attention."""
-    dense, mixture, linear = (shapes.LLAMA_8B | {"vocab_size": 8192}, shapes.QWEN3_MOE, LINEAR)
+    """By what they are called: a layer of Llama-3.1-8B in each kind of numbers, one of experts in int4, gpt-oss's and linear attention."""
+    dense, mixture, linear, oss = (shapes.LLAMA_8B | {"vocab_size": 8192}, shapes.QWEN3_MOE, LINEAR, shapes.GPT_OSS)
     if tiny:
         narrow = {
             "linear_num_key_heads": 2,
@@ -50,10 +52,11 @@ def models(*, tiny: bool) -> dict[str, shapes.Shapes]:
         }
         dense, mixture, linear = shapes.tiny(dense), shapes.tiny(mixture), shapes.tiny(linear) | narrow
         linear["num_hidden_layers"] = 4
+        oss = shapes.tiny(oss) | {"intermediate_size": 384}
     one, all_chosen = {"num_hidden_layers": 1}, {"num_experts": 4, "num_experts_per_tok": 4}
     found = {f"weights in {number}": shapes.quantized(dense | one, number) for number in shapes.NUMBERS}
     found["experts in int4"] = shapes.quantized(mixture | one | all_chosen, "int4")
-    return {**found, "linear attention": linear | all_chosen}
+    return {**found, MXFP4: oss, "linear attention": linear | all_chosen}
 
 
 def check(*, tiny: bool, deadline: float, share: tuple[int, int] = (0, 1), sizes: Sequence[int] = SIZES) -> Iterator[Outcome]:
@@ -103,7 +106,8 @@ class _Run:
         return num_equal == len(found), f"{num_equal} of {len(found)} requests equal one device's"
 
     def _near(self, size: int) -> tuple[bool, str]:
-        kernels = {"attention_implementation": "triton"} if jax.default_backend() == "cpu" else {}
+        on_cpu = jax.default_backend() == "cpu"
+        kernels = {"attention_implementation": "triton" if on_cpu else "mosaic"} if on_cpu or self._name == MXFP4 else {}
         _, found, used = self._answers(size, dtype="bfloat16", **kernels)
         off, allowed = _off(found, self._exact), FACTOR * _off(self._plain, self._exact) + 1e-6
         ops = ("quantized_matmul", "grouped_matmul", "gated_delta")
@@ -114,9 +118,10 @@ class _Run:
         """Greedy tokens, the logprobs of all prompts' tokens behind the first, and the kernels of an engine."""
         rows, tokens = (4, 32) if self._tiny else (16, 512)
         sizes = {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "decode_buckets": [rows], "token_buckets": [tokens]}
+        stored = {"dequantize": False} if self._name == MXFP4 else {}
         dummy = {"load_format": "dummy", "skip_tokenizer_init": True, "use_progress_bar": False, "warmup": "lazy"}
         length = {"max_model_len": 64 if self._tiny else 512, "num_gpu_blocks_override": 65 if self._tiny else 1025}
-        llm = LLM(self._directory, tensor_parallel_size=size, **dummy, **sizes, **length, **options)
+        llm = LLM(self._directory, tensor_parallel_size=size, **dummy, **stored, **sizes, **length, **options)
         try:
             params = SamplingParams(
                 temperature=0.0, max_tokens=self._num_tokens, ignore_eos=True, detokenize=False, prompt_logprobs=0

@@ -47,6 +47,28 @@ QWEN3_MOE: Shapes = QWEN3_0_6B | {
     "mlp_only_layers": [],
 }
 """Smaller than any public mixture of its kind."""
+GPT_OSS: Shapes = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 8192,
+    "hidden_size": 2880,
+    "intermediate_size": 2944,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"],
+    },
+}
+"""Two layers, of whose experts each token chooses all, with few tokens in the vocabulary. Experts are a little wider than gpt-oss's, so
+that four devices share no block of 32 values."""
 _TINY: Shapes = {
     "vocab_size": 64,
     "hidden_size": 64,

@@ -61,6 +61,7 @@ QWEN3_30B = Mixture(1, 8, 128, 2048, 768)
 DEEPSEEK_V2_LITE = Mixture(1, 6, 64, 2048, 1408)
 GPT_OSS_20B = Mixture(1, 4, 32, 2880, 2880, activation="swiglu_clamped", biases=True)
 GPT_OSS_20B_4 = replace(GPT_OSS_20B, four_bits=True)
+GPT_OSS_120B = replace(GPT_OSS_20B, num_experts=128)
 INT4 = Stored("int4", 128)
 INT4_BY_32 = Stored("int4", 32)
 """Kimi K2."""
@@ -95,6 +96,11 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
             _case(replace(model, num_tokens=num_tokens, padding=padding, stored=stored), is_timed=True, tune=tune)
             for model, stored in (*((QWEN3_30B, stored) for stored in (INT4, NVFP4, FP8_BLOCKS)), (GPT_OSS_20B, MXFP4))
             for num_tokens, padding in ((8, 7), (8, 0), (64, 0), (256, 0), (1024, 0), (3072, 0), (8192, 0))
+        ]
+        + [
+            _case(replace(GPT_OSS_120B, num_tokens=num_tokens, **form), is_timed=True, tune=tune)
+            for num_tokens in (64, 8192)
+            for form in ({"four_bits": True}, {"stored": MXFP4})
         ]
     )
 
@@ -140,7 +146,8 @@ def _packed_mixtures() -> list[Mixture]:
     # Gates with more blocks of outputs are computed in another form.
     found += [Mixture(num_tokens, 2, 5, 320, 1600, stored=stored) for stored in (NVFP4, FP8) for num_tokens in (3, 16)]
     of_models = [replace(QWEN3_30B, num_experts=12, stored=stored) for stored in (INT4, FP8_BLOCKS)]
-    of_models += [replace(GPT_OSS_20B, num_experts=6, stored=MXFP4)]
+    # Whole, and the half of two devices with what pads it.
+    of_models += [replace(GPT_OSS_20B, num_experts=6, hidden=hidden, stored=MXFP4) for hidden in (2880, 1472)]
     found += [replace(mixture, num_tokens=num_tokens) for mixture in of_models for num_tokens in (1, 16, 64, 300, 1000)]
     one = Mixture(1, 1, 100, 256, 128, only=77, stored=INT4)
     found += [replace(one, num_tokens=num_tokens) for num_tokens in (1, 40, 3000)]

@@ -17,7 +17,8 @@ from flax import nnx
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
-from jaxllm.engine import kernel_shapes
+from jaxllm.engine import kernel_choice, kernel_shapes
+from jaxllm.engine.kernel_choice import wants_tiles
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError
 from jaxllm.layers.build import build_model, num_parameters, weight_bytes
@@ -28,6 +29,7 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.formats.mxfp4 import Mxfp4
 from jaxllm.quantization.mxfp4 import widen
 from jaxllm.start_times import StartTimes
+from pallas_kernels.checking import grouped_matmul
 from scripts.saving import write_safetensors
 from tests.helpers import engines, goldens
 from tests.helpers.slow import slow_except
@@ -169,14 +171,81 @@ def test_experts_that_stay_in_four_bits_are_what_these_stand_for(
                 assert stored.addressable_shards[0].data.size * size == stored.size
 
 
+def load_in_tiles(directory: Path, size: int, load_format: str = "auto", **options: Any) -> tuple[ModelConfig, nnx.State]:
+    config = load_model_config(directory, dequantize=False, **options).for_tensor_parallel(size).in_tiles()
+    return config, load_weights(config, build_model(config), directory, load_format=load_format, mesh=make_mesh(size))
+
+
+@pytest.mark.parametrize(
+    ("size", "expert_parallel"),
+    slow_except([(2, False)], [(1, False), (2, False), (4, True)]),
+    ids=["one device", "by width", "whole experts"],
+)
+def test_experts_in_tiles_are_what_their_four_bits_stand_for(
+    folders: dict[str, Path], size: int, expert_parallel: bool
+) -> None:
+    """Devices that split an expert's 192 values pad their 96 to 128."""
+    config, plain = load(folders["bfloat16"], size, expert_parallel=expert_parallel)
+    tiled_config, tiled = load_in_tiles(folders["mxfp4"], size, expert_parallel=expert_parallel)
+    assert num_parameters(tiled_config) == num_parameters(config) and not tiled_config.has_packed_experts
+    model, tiled_model = (nnx.merge(nnx.graphdef(build_model(c)), s) for c, s in ((config, plain), (tiled_config, tiled)))
+    num_parts = 1 if expert_parallel else size
+    for block, tiled_block in zip(model.blocks, tiled_model.blocks, strict=True):
+        for name in ("gate_up", "down"):
+            expected, weight = np.asarray(getattr(block.mlp, name)[...]), getattr(tiled_block.mlp, name)
+            parts = np.split(np.asarray(weight[...].astype("float32")), num_parts, axis=2)
+            own = [part[:, :, : F // num_parts] for part in parts]
+            np.testing.assert_array_equal(np.concatenate(own, axis=2), expected)
+            assert sum(map(np.count_nonzero, parts)) == np.count_nonzero(expected), "zeros pad it"
+            assert all(part[...].addressable_shards[0].data.size * size == part.size for part in (weight.words, weight.scale))
+
+
+@pytest.mark.slow
+def test_a_device_with_one_block_has_tiles_too(folders: dict[str, Path]) -> None:
+    """Of 64 values each of two devices has one block of scales, which would be a factor of all outputs."""
+    narrow = {"intermediate_size": 64}
+    found = [
+        nnx.merge(nnx.graphdef(build_model(config)), state).blocks[0].mlp.down
+        for config, state in (
+            load_in_tiles(folders["mxfp4"], 2, "dummy", overrides=narrow),
+            _dummy(load_model_config(folders["mxfp4"], dequantize=False, overrides=narrow).for_tensor_parallel(2), folders),
+        )
+    ]
+    tiled, stored = (np.asarray(weight[...].astype("float32")) for weight in found)
+    np.testing.assert_array_equal(np.concatenate([tiled[..., :32], tiled[..., 64:96]], -1), stored)
+
+
+def _dummy(config: ModelConfig, folders: dict[str, Path]) -> tuple[ModelConfig, nnx.State]:
+    return config, load_weights(config, build_model(config), folders["mxfp4"], load_format="dummy", mesh=make_mesh(2))
+
+
+def test_experts_are_in_tiles_where_kernels_are_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own kernels are the default, also where those of tiles were verified."""
+    config = load_model_config(folders["mxfp4"], dtype="bfloat16", on_gpu=True)
+    monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: True)
+    monkeypatch.setattr("pallas_kernels.quantized_matmul.is_verified", lambda *_: True)
+    monkeypatch.setattr(kernel_choice, "is_verified", lambda *_, **__: True)
+    for is_here in (True, False):
+        wants = [wants_tiles(w, config, on_gpu=True, is_checked=True, is_here=is_here) for w in ("auto", "mosaic", "xla")]
+        assert wants == [False, True, False]
+    tiles = kernel_shapes.tiled_weights([build_model(config.for_tensor_parallel(2).in_tiles())], "bfloat16")
+    packed = grouped_matmul.Stored("e2m1", 32)
+    assert tiles.linears == () and [stored for _, stored in tiles.experts] == [(packed, packed)]
+    assert tiles.expert_types == ("packed e2m1",)
+
+
 @pytest.mark.slow
 def test_experts_in_four_bits_are_converted_as_they_were_read(folders: dict[str, Path], tmp_path: Path) -> None:
     state = load(folders["mxfp4"], 1, dequantize=False)[1]
     convert = runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"]
     convert(folders["mxfp4"], tmp_path / "orbax", "float32", dequantize=False)
     again = load(tmp_path / "orbax", 2, dequantize=False)[1]
-    for expected, got in zip(*map(jax.tree.leaves, (state, again)), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    in_tiles = [
+        load_in_tiles(directory, 2, form)[1] for directory, form in ((folders["mxfp4"], "auto"), (tmp_path / "orbax", "orbax"))
+    ]
+    for pair in ((state, again), in_tiles):
+        for expected, got in zip(*map(jax.tree.leaves, pair), strict=True):
+            np.testing.assert_array_equal(got, expected)
     with pytest.raises(ModelLoadError, match="holds experts in 4 bits; use --no-dequantize"):
         load(tmp_path / "orbax", 1)
     with pytest.raises(JaxLLMError, match="one kind of quantisation"):
@@ -237,6 +306,7 @@ def test_scales_are_exact_at_both_ends() -> None:
             "block_size": 8,
         },  # chunks and preemption
         {"dequantize": False, "tensor_parallel_size": 2},
+        {"dequantize": False, "attention_implementation": "triton", "tensor_parallel_size": 2},
         {
             "dequantize": False,
             "tensor_parallel_size": 2,
@@ -245,7 +315,7 @@ def test_scales_are_exact_at_both_ends() -> None:
             "eplb_config": {"num_redundant_experts": 2, "step_interval": 8},
         },
     ],
-    ids=["a small pool", "two devices", "two devices, whole experts that move"],
+    ids=["a small pool", "two devices", "tiles on two devices", "two devices, whole experts that move"],
 )
 def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[str, Path], options: dict) -> None:
     config, state = goldens.load(folders["bfloat16"])
@@ -255,7 +325,11 @@ def test_an_engine_gives_the_tokens_of_attention_without_a_cache(folders: dict[s
     )
     core: Any = llm.llm_engine.core
     assert (core.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+    for level in (1, 2) if "attention_implementation" in options else ():
+        llm.sleep(level)
+        llm.wake_up()
     again = llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    assert core.model_config.has_tiles == ("attention_implementation" in options)
     llm.shutdown()
     assert again[0].outputs[0].token_ids == answers[0].outputs[0].token_ids
     for prompt, answer in zip(PROMPTS, answers, strict=True):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Tensor
 from jaxllm.quantization.formats.patterns import begins, read_names
+from jaxllm.quantization.numbers import Scheme, Tiled
 from jaxllm.weight_format import (
     WHOLE,
     Array,
@@ -55,14 +56,23 @@ class Mxfp4(WeightFormat):
     """4-bit floats (e2m1), 32 of which share a scale that is a power of two; nothing but experts is quantised.
 
     Where products are computed from the 4 bits, words and exponents stand in the model, as `pallas_kernels.grouped_matmul.mxfp4` has
-    them. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
+    them; in tiles, the arrays of `pallas_kernels.quantized_matmul.Packed`, which files never have.
+    Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
     """
 
     computes: bool
     """Whether products are computed from the 4 bits; else weights are widened while they are loaded."""
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised: regular expressions of how their names begin, or how they end."""
+    size: int = 1
+    """Devices that layers are split over."""
+    tiles: bool = False
+    """Whether weights are in tiles."""
+    tiled: Tiled | None = None
+    """This weight in tiles; None: it is as stored."""
 
+    weight_scheme: ClassVar[Scheme] = Scheme("e2m1", BLOCK, scale_type="uint8")
+    has_own_kernels: ClassVar[bool] = True
     methods: ClassVar[tuple[str, ...]] = ("mxfp4",)
     supported: ClassVar[str] = "experts of quant_method mxfp4"
     may_widen: ClassVar[bool] = True
@@ -95,11 +105,24 @@ class Mxfp4(WeightFormat):
         )
 
     def split(self, config: "ModelConfig", size: int) -> Self:
-        return replace(self, computes=False) if self.indivisible(config, size) else self
+        return replace(self, size=size, tiles=False, computes=self.computes and not self.indivisible(config, size))
+
+    def in_tiles(self) -> Self:
+        return replace(self, tiles=self.computes)
+
+    @property
+    def stored_parts(self) -> Mapping[str, ParamSpec] | None:
+        return None if self.tiled is None else self.tiled.stored
+
+    def laid_out(self, arrays: Arrays, parts: Mapping[str, ParamSpec], mesh: Any) -> Arrays:
+        from jaxllm.quantization import mxfp4, tiles
+
+        assert self.tiled is not None
+        return tiles.lay_out(arrays, self.tiled, parts, self.weight_scheme.number, mesh, mxfp4.codes_and_scales)
 
     @property
     def expert_type(self) -> str | None:
-        return "float4_e2m1fn" if self.computes else None
+        return "float4_e2m1fn" if self.computes and not self.tiles else None
 
     def told(self, dtype: str) -> str:
         return "" if self.computes else f"the checkpoint's 4-bit weights of experts (MXFP4) become {dtype}"
@@ -110,6 +133,25 @@ class Mxfp4(WeightFormat):
             return None
         if not self.computes:
             return {WHOLE: plain}
+        if not self.tiles:
+            return self._declare_stored(plain)
+        from jaxllm.quantization import tiles
+
+        return tiles.declare(weight, self.weight_scheme, self._tiled(weight), self.size)
+
+    def of(self, weight: WeightSpec) -> Self:
+        return replace(self, tiled=self._tiled(weight)) if self.tiles else self
+
+    def _tiled(self, weight: WeightSpec) -> Tiled:
+        *lead, outputs, inputs = weight.plain.shape
+        if weight.split_outputs is not None:
+            outputs //= self.size
+        if weight.splits_inputs:
+            inputs //= self.size
+        num_groups = max(2, inputs // BLOCK)  # see mxfp4.codes_and_scales
+        return Tiled((outputs,), inputs, num_groups, len(lead), self._declare_stored(weight.plain))
+
+    def _declare_stored(self, plain: ParamSpec) -> dict[str, ParamSpec]:
         values, scales = _sources(plain.source)
         *lead, outputs, inputs = plain.shape
         *lead_axes, outputs_axis, inputs_axis = plain.axes
@@ -122,6 +164,10 @@ class Mxfp4(WeightFormat):
         }
 
     def operand(self, arrays: Arrays) -> Any:
+        if self.tiled is not None:
+            from jaxllm.quantization import tiles
+
+            return tiles.experts(arrays, self.weight_scheme.number)
         from pallas_kernels.grouped_matmul import mxfp4
 
         return mxfp4.Mxfp4(arrays["words"], arrays["exponents"])

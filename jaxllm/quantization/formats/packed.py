@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
-from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme
+from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme, Tiled
 from jaxllm.weight_format import (
     Array,
     Arrays,
@@ -34,19 +34,6 @@ PART = ":"
 ReadPart = Callable[[str, Tensor], np.ndarray]
 _ROWS = 2048
 """Outputs that are widened at a time on the host."""
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """A weight in tiles, as a device has it."""
-
-    outputs: tuple[int, ...]
-    num_inputs: int
-    num_groups: int
-    num_lead: int
-    """Dimensions before the outputs: those of experts, which are weights of their own."""
-    stored: Mapping[str, ParamSpec] = field(compare=False)
-    """See `WeightFormat.stored_parts`. Not compared: equal layers have equal formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,29 +116,17 @@ class PackedFormat(WeightFormat):
         from jaxllm.quantization.tiles import lay_out
 
         assert self.tiled is not None
-        return lay_out(arrays, self.tiled.stored, parts, self._scheme.number, self.tiled.num_lead, mesh)
+        return lay_out(arrays, self.tiled, parts, self._scheme.number, mesh)
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         stored = self._declare_stored(weight)
-        tiled = self._tiled(weight, stored)
-        return stored if tiled is None else self._declare_tiles(weight, tiled)
+        if (tiled := self._tiled(weight, stored)) is None:
+            return stored
+        from jaxllm.quantization import tiles
 
-    def _declare_tiles(self, weight: WeightSpec, tiled: Tiled) -> dict[str, ParamSpec]:
-        from jaxllm.quantization.tiles import parts_of_device
-
-        scheme, codes = self._scheme_of(weight), tiled.stored["codes"]
+        scheme = self._scheme_of(weight)
         assert scheme is not None
-        lead, lead_axes = codes.shape[: tiled.num_lead], codes.axes[: tiled.num_lead]
-        # Devices that split a dimension, and the axis that says so.
-        outputs = (1, "tiles") if weight.split_outputs is None else (self.size, "split_tiles")
-        inputs = (self.size, "split_tiles") if weight.splits_inputs else (1, "tiles")
-        dimensions = {"words": (outputs, inputs, (1, "tiles")), "factor": (outputs,)}
-        found = {}
-        for name, (shape, dtype) in parts_of_device(scheme, tiled.outputs, tiled.num_inputs, tiled.num_groups).items():
-            split = dimensions.get(name, (inputs, outputs))
-            whole = tuple(count * num_devices for count, (num_devices, _) in zip(shape, split, strict=True))
-            found[name] = ParamSpec((*lead, *whole), (*lead_axes, *(axis for _, axis in split)), dtype, codes.source)
-        return found
+        return tiles.declare(weight, scheme, tiled, self.size)
 
     def _tiled(self, weight: WeightSpec, stored: dict[str, ParamSpec] | None) -> Tiled | None:
         """A weight in tiles; None: it stays as stored, because no kernel takes it. stored: see `_declare_stored`."""
