@@ -15,7 +15,6 @@ from jaxllm.layers.row_states import StateRows
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.token_split import TokenSplit
 from pallas_kernels import mla_attention, sparse_attention
-from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.paged_attention.parts import Part, combine
 from pallas_kernels.rope_cache_write import rope_and_write
 from pallas_kernels.span_attention import Later, span_attention
@@ -228,10 +227,11 @@ def _write_and_attend(
         )
     else:  # a kernel that writes nothing would still be a new version of the caches, which XLA may copy them for
         (q_TKGH, _, _), k_pages, v_pages = projection.finished(), k_pages_PKSH, v_pages_PKSH
+    op, implementation = kernels.attention_of(q_TKGH.shape[-1])
     if num_queries is not None:
-        attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
+        attention = partial(op.paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:
-        attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
+        attention = partial(op.paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
     own: dict[str, Any] = {"sinks_KG": sinks_KG}
     if devices is not None or later is not None:
         own = {"sinks_KG": None, "part": Part(0, 1) if devices is None else devices.part}
@@ -242,7 +242,7 @@ def _write_and_attend(
         k_scale=k_scale,
         v_scale=v_scale,
         **own,
-        implementation=kernels.paged_attention,
+        implementation=implementation,
         interpret=kernels.interpret,
     )
     if devices is not None:

@@ -84,7 +84,9 @@ def _resolve(
 ) -> tuple[ModuleType, dict[str, Any]]:
     """The module of an implementation, and the arguments that only some take."""
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"no implementation {implementation!r} of attention with wide heads; there are {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(
+            f"no implementation {implementation!r} of attention with wide heads; there are {', '.join(IMPLEMENTATIONS)}"
+        )
     num_groups, head_dim = q.shape[-2:]
     own = {name: value for name, value in (("sinks_KG", sinks_KG), ("part", part)) if value is not None}
     case: dict[str, Any] = {"dtype": q.dtype, "num_groups": num_groups, "head_dim": head_dim, "cache_dtype": k_pages.dtype}

@@ -72,7 +72,13 @@ def paged_decode(
     num_tokens, num_kv_heads, num_groups, head_dim = q_RKGH.shape
     num_lines = num_queries * num_groups
     if num_lines > MAX_LINES and num_queries > 1:
-        options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "k_scale": k_scale, "v_scale": v_scale}
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        }
         options |= {"interpret": interpret, "tiles": tiles, "num_queries": num_queries}
         most, pages = max(1, MAX_LINES // num_groups), (k_pages_PKSH, v_pages_PKSH)
         return in_parts(paged_decode, most, (q_RKGH,), pages, page_table_RB, kv_length_R, **options)
@@ -91,7 +97,10 @@ def paged_decode(
         has_kv_scale=k_scale is not None or v_scale is not None,
     )
     out_shape = jax.ShapeDtypeStruct(q_RKGH.shape, q_RKGH.dtype)
-    sums = jax.ShapeDtypeStruct((splits, *q_RKGH.shape), jnp.float32), jax.ShapeDtypeStruct((splits, *q_RKGH.shape[:-1]), jnp.float32)
+    sums = (
+        jax.ShapeDtypeStruct((splits, *q_RKGH.shape), jnp.float32),
+        jax.ShapeDtypeStruct((splits, *q_RKGH.shape[:-1]), jnp.float32),
+    )
     result = triton_call(
         kernel,
         name="wide_decode",

@@ -151,7 +151,8 @@ def _kernel(
         shrink_M = jnp.exp2(max_M - new_max_M)
         narrow_Mk = weights_Mk.astype(dtype)
         acc_pMH = [
-            acc_MH * shrink_M[:, None] + dot_f32(narrow_Mk, pieces.load(v_ref, first_piece + own, slot, readable_k1).astype(dtype))
+            acc_MH * shrink_M[:, None]
+            + dot_f32(narrow_Mk, pieces.load(v_ref, first_piece + own, slot, readable_k1).astype(dtype))
             for own, acc_MH in enumerate(acc_pMH)
         ]
         return *acc_pMH, new_max_M, sum_M * shrink_M + weights_Mk.sum(axis=1)
