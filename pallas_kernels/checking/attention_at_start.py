@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import wide_attention
 from pallas_kernels.checking.attention import SCALES, TOLERANCE, Batch, call, places
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
-from pallas_kernels import wide_attention
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 MAX_WINDOW = 2048

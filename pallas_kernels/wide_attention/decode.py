@@ -48,7 +48,7 @@ def pick_tiles(
     # A split below eight tiles costs more in the combination than it gains.
     num_splits = max(1, min(2 * num_cores() // num_pairs, longest // (8 * block_k), MAX_SPLITS))
     if itemsize > 2:  # full float32 products run without tensor cores and hold their operands in registers
-        return DecodeTiles(num_splits, num_warps=4 if num_lines <= 16 else 8, num_stages=1, piece=64)
+        return DecodeTiles(num_splits, num_warps=8, num_stages=1, piece=64)
     return DecodeTiles(num_splits, num_warps=4 if num_lines <= 16 else 8)
 
 

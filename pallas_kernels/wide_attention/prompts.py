@@ -10,7 +10,6 @@ and keys come in pieces of the head's width, whose products add up to the scores
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +37,12 @@ class PromptTiles:
     """Pieces whose values a program sums."""
 
 
-def pick_tiles(num_groups: int, itemsize: int) -> PromptTiles:
+def pick_tiles(num_groups: int, itemsize: int, cache_itemsize: int) -> PromptTiles:
     """Sizes for a shape."""
     if itemsize > 2:  # full float32 products run without tensor cores and hold their operands in registers
         return PromptTiles(block_m=max(16, num_groups), block_k=16, num_warps=4, num_stages=1, piece=64, own_pieces=1)
-    return PromptTiles()
+    # Conversion of 8 bits takes registers: fewer keys at a time.
+    return PromptTiles(block_m=128, block_k=16) if cache_itemsize == 1 else PromptTiles()
 
 
 def paged_attention(
@@ -64,7 +64,8 @@ def paged_attention(
 ) -> jax.Array:
     """Rows of fewer than min_tokens tokens are left out: what the result holds in their place is undefined."""
     num_tokens, num_kv_heads, num_groups, head_dim = q_TKGH.shape
-    tiles = tiles or pick_tiles(num_groups, compute_type(q_TKGH.dtype, k_pages_PKSH.dtype).itemsize)
+    cache_dtype = k_pages_PKSH.dtype
+    tiles = tiles or pick_tiles(num_groups, compute_type(q_TKGH.dtype, cache_dtype).itemsize, cache_dtype.itemsize)
     table_N4 = make_tiles(query_start_R1, kv_length_R, num_tokens, tiles.block_m // num_groups, min_tokens=min_tokens)
     pieces = Pieces(head_dim, tiles.piece)
     kernel = functools.partial(

@@ -124,7 +124,7 @@ def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
 def _tiles(batch: Batch) -> list[Any]:
     itemsize = jnp.dtype(batch.dtype).itemsize
     if batch.prompts:
-        base = prompts.pick_tiles(batch.num_groups, itemsize)
+        base = prompts.pick_tiles(batch.num_groups, itemsize, jnp.dtype(batch.cache_dtype or batch.dtype).itemsize)
         sizes = ((64, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 1), (128, 32, 8, 2), (64, 16, 4, 3))
         return [replace(base, block_m=m, block_k=k, num_warps=warps, num_stages=stages) for m, k, warps, stages in sizes]
     slots = batch.width * batch.page_size
