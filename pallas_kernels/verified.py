@@ -21,6 +21,7 @@ OPS = (
     "sampling",
     "segment_attention",
     "state_space",
+    "wide_attention",
 )
 _USES = {
     "grouped_matmul": ("quantized_matmul",),
@@ -29,6 +30,7 @@ _USES = {
     "paged_attention": ("cache_write",),
     "product_chain": ("collectives",),
     "rope_cache_write": ("cache_write",),
+    "wide_attention": ("cache_write", "paged_attention"),
 }
 """Ops whose implementations call those of other folders."""
 RECORDS = Path(__file__).parent / "verified.json"

@@ -52,6 +52,7 @@ from pallas_kernels.verified import is_verified, source_digest
 COLLECTIVES = "collectives"
 _CASES: dict[str, Any] = {
     "paged_attention": attention_at_start.cases,
+    "wide_attention": attention_at_start.cases_of_wide_heads,
     "rope_cache_write": rope_cache_write.cases,
     "expert_choice": expert_choice.cases,
     "gated_delta": gated_delta.cases,
@@ -97,7 +98,7 @@ def choose_kernels(
     Raises KernelCheckError if no implementation of an op is left, or a check lost the device.
     """
     is_one = mesh is None or tensor_size(mesh) == 1
-    attention = ("segment_attention",) if model.encoder is not None else ("paged_attention", "mla_attention")
+    attention = ("segment_attention",) if model.encoder is not None else ("paged_attention", "wide_attention", "mla_attention")
     skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
     check_ = KernelCheck(
         found=found,

@@ -28,6 +28,7 @@ from pallas_kernels import (
     sampling,
     segment_attention,
     state_space,
+    wide_attention,
 )
 from pallas_kernels.verified import is_verified
 
@@ -60,8 +61,9 @@ def attention_implementation(wanted: str, model: ModelConfig, page_size: int, *,
                 "encoder; use auto"
             )
     for attention in model.attentions:
-        case = _attention_case(model, attention, page_size)
-        if not paged_attention.supports(wanted, **case, has_part=has_part, interpret=not on_gpu):
+        case = {**_attention_case(model, attention, page_size), "has_part": has_part, "interpret": not on_gpu}
+        op, name = (wide_attention, wide_attention.named(wanted)) if is_wide(attention) else (paged_attention, wanted)
+        if not op.supports(name, **case):
             raise ConfigError(
                 f"attention_implementation is {wanted!r}, which does not take {attention.group_size} query heads per key-value head of "
                 f"width {attention.head_dim} in {model.dtype} over a cache of {model.kv_cache_dtype} in blocks of {page_size}"
@@ -89,17 +91,31 @@ def attention_candidates(
             segment_attention.candidates(platform=platform, dtype=model.dtype, head_dim=part.head_dim)
             for part in model.encoder_attentions
         )
-    if model.attentions:
+    if narrow := [part for part in model.attentions if not is_wide(part)]:
         found["paged_attention"] = _of_all(
             paged_attention.candidates(platform=platform, **_attention_case(model, part, page_size), has_part=has_part)
-            for part in model.attentions
+            for part in narrow
         )
+    if wide := [part for part in model.attentions if is_wide(part)]:
+        found["wide_attention"] = _of_all(
+            wide_attention.candidates(platform=platform, **_attention_case(model, part, page_size), has_part=has_part)
+            for part in wide
+        )
+        if not _may_use("wide_attention", wanted, on_gpu=on_gpu):
+            found["wide_attention"] = ("xla",)
     if model.latent_attentions:
         found["mla_attention"] = _of_all(
             mla_attention.candidates(platform=platform, **_latent_case(model, part, page_size))
             for part in model.latent_attentions
         )
-    return found if wanted == "auto" else dict.fromkeys(found, (wanted,))
+    if wanted == "auto":
+        return found
+    return {op: (wide_attention.named(wanted) if op == "wide_attention" else wanted,) for op in found}
+
+
+def is_wide(part: Attention) -> bool:
+    """Whether these heads are for the kernels of `wide_attention`."""
+    return wide_attention.is_wide(part.head_dim)
 
 
 def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bool, is_here: bool = True) -> bool:
@@ -160,6 +176,13 @@ def candidates(
             model.architecture,
             head_dims,
             model.dtype,
+        )
+    elif wanted == "auto" and on_gpu and found.get("wide_attention", ("",))[0] in PLAIN:
+        logger.warning(
+            "heads of width %s: plain JAX computes their attention, which is slower, because their kernel was not verified on this kind of "
+            "GPU or does not take them; --attention-implementation %s uses it if it can be used and the kernel check finds it right",
+            ", ".join(map(str, sorted({part.head_dim for part in model.attentions if is_wide(part)}))),
+            found["paged_attention"][0],
         )
     if model.attentions:
         found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)

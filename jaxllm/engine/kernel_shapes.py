@@ -20,6 +20,7 @@ from jaxllm.quantization.formats.packed import PackedFormat
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.weight_format import WeightFormat
+from pallas_kernels import wide_attention
 from pallas_kernels.checking import (
     attention_at_start,
     collectives,
@@ -104,11 +105,24 @@ class _Engine:
 
 
 def _paged_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
+    found = _shapes_of_attention(engine, is_wide=False)
+    # Steps with images take the keys of the cache as one part of all: kernels treat all numbers of parts alike.
+    in_parts = (replace(shapes, num_queries=1, num_parts=2) for shapes in found)
+    return (*found, *in_parts) if engine.model.attends_within_images else found
+
+
+def _wide_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
+    return _shapes_of_attention(engine, is_wide=True)
+
+
+def _shapes_of_attention(engine: _Engine, *, is_wide: bool) -> tuple[attention_at_start.Shapes, ...]:
+    """Shapes of the layers whose heads are for `wide_attention`, or of the others."""
+
     def kinds(parts: list[Attention]) -> tuple[attention_at_start.Layer, ...]:
         layers = (attention_at_start.Layer(part.scale, part.window, part.soft_cap, part.sinks) for part in parts)
         return tuple(dict.fromkeys(layers))
 
-    found = tuple(
+    return tuple(
         attention_at_start.Shapes(
             **engine.paged,
             **heads,
@@ -118,10 +132,8 @@ def _paged_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
             num_parts=engine.num_parts,
         )
         for heads, parts in engine.layers
+        if wide_attention.is_wide(heads["head_dim"]) == is_wide
     )
-    # Steps with images take the keys of the cache as one part of all: kernels treat all numbers of parts alike.
-    in_parts = (replace(shapes, num_queries=1, num_parts=2) for shapes in found)
-    return (*found, *in_parts) if engine.model.attends_within_images else found
 
 
 def _rope_cache_write(engine: _Engine) -> tuple[rope_cache_write.Shapes, ...]:
@@ -317,6 +329,7 @@ def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
 
 _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "paged_attention": _paged_attention,
+    "wide_attention": _wide_attention,
     "rope_cache_write": _rope_cache_write,
     "expert_choice": _expert_choice,
     "grouped_matmul": _grouped_matmul,

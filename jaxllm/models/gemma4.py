@@ -1,6 +1,6 @@
 """Gemma 4 (text): layers with a window and without have heads of other widths and numbers, and other ropes; the last layers may read the
-keys of earlier ones, layers may have a part of a second embedding, and experts in addition to an MLP. Heads of 512 values are wider than
-kernels of attention take: on GPUs, XLA computes it. Source: the Gemma 4 release, 2026.
+keys of earlier ones, layers may have a part of a second embedding, and experts in addition to an MLP. Heads of 512 values have a
+kernel of their own. Source: the Gemma 4 release, 2026.
 """
 
 import math

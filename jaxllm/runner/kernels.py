@@ -1,10 +1,14 @@
 """The implementation of each op in an engine's programs."""
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+
+from pallas_kernels import paged_attention, wide_attention
 
 OPS = (
     "paged_attention",
+    "wide_attention",
     "rope_cache_write",
     "mla_attention",
     "sampling",
@@ -25,6 +29,8 @@ class Kernels:
     """An implementation by name for each op of `pallas_kernels` that a step runs; empty: it does not run it."""
 
     paged_attention: str = ""
+    wide_attention: str = ""
+    """In layers with heads that `pallas_kernels.wide_attention` is for, in place of `paged_attention`."""
     rope_cache_write: str = ""
     mla_attention: str = ""
     sampling: str = "xla"
@@ -53,7 +59,13 @@ class Kernels:
     @property
     def attention(self) -> str:
         """The implementation of attention: over keys and values, or where there are none, over latents, or in an encoder within prompts."""
-        return self.paged_attention or self.mla_attention or self.segment_attention
+        return self.paged_attention or self.wide_attention or self.mla_attention or self.segment_attention
+
+    def attention_of(self, head_dim: int) -> tuple[ModuleType, str]:
+        """The op of `pallas_kernels` over the keys and values of a layer with heads of this width, and its implementation."""
+        if wide_attention.is_wide(head_dim):
+            return wide_attention, self.wide_attention
+        return paged_attention, self.paged_attention
 
     @property
     def of_encoder(self) -> dict[str, Any]:

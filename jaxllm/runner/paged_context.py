@@ -16,7 +16,6 @@ from jaxllm.runner.chunks import Rows, in_chunks
 from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.token_split import TokenSplit
 from pallas_kernels import mla_attention, sparse_attention
-from pallas_kernels.paged_attention import paged_attention, paged_decode
 from pallas_kernels.paged_attention.parts import Part, combine
 from pallas_kernels.rope_cache_write import rope_and_write
 from pallas_kernels.span_attention import Later, span_attention
@@ -237,10 +236,11 @@ def _write_and_attend(
         rows = Rows(page_table_RB, query_start_R1, kv_length_R, num_queries)
         rows = in_chunks(rows, len(slot_T), chunk=chunk, page_size=k_pages.shape[2])
         page_table_RB, query_start_R1, kv_length_R, num_queries = rows
+    op, implementation = kernels.attention_of(q_TKGH.shape[-1])
     if num_queries is not None:
-        attention = partial(paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
+        attention = partial(op.paged_decode, q_TKGH, k_pages, v_pages, page_table_RB, kv_length_R, num_queries=num_queries)
     else:
-        attention = partial(paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
+        attention = partial(op.paged_attention, q_TKGH, k_pages, v_pages, page_table_RB, query_start_R1, kv_length_R)
     own: dict[str, Any] = {"sinks_KG": sinks_KG}
     if devices is not None or later is not None:
         own = {"sinks_KG": None, "part": Part(0, 1) if devices is None else devices.part}
@@ -251,7 +251,7 @@ def _write_and_attend(
         k_scale=k_scale,
         v_scale=v_scale,
         **own,
-        implementation=kernels.paged_attention,
+        implementation=implementation,
         interpret=kernels.interpret,
     )
     if devices is not None:

@@ -7,13 +7,14 @@ lengths around a page and the window, chunks behind other keys, more work than a
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import wide_attention
 from pallas_kernels.checking.attention import SCALES, TOLERANCE, Batch, call, places
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
@@ -59,10 +60,10 @@ class Shapes:
     """Devices that split the keys of a row, each with pages of `page_size`."""
 
 
-def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
+def cases(shapes: Shapes, implementation: str, *, interpret: bool, modules: Mapping[str, str] = IMPLEMENTATIONS) -> list[Case]:
     """Each kind of layer in a ragged batch, a small one where other tiles are for it, and in decodes of few and of many rows, of
-    one query a row and of several if there are such."""
-    module = importlib.import_module(IMPLEMENTATIONS[implementation])
+    one query a row and of several if there are such. modules: those of the op by implementation."""
+    module = importlib.import_module(modules[implementation])
     has_small_tiles = implementation == "triton" or jnp.dtype(shapes.cache_dtype).itemsize == 1
     return [
         Case(
@@ -76,6 +77,11 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
         for batch in batches(shapes, layer)
         if has_small_tiles or not batch.name.startswith(SMALL)
     ]
+
+
+def cases_of_wide_heads(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
+    """As `cases`, for `wide_attention`."""
+    return cases(shapes, implementation, interpret=interpret, modules=wide_attention.IMPLEMENTATIONS)
 
 
 def batches(shapes: Shapes, layer: Layer) -> list[Batch]:

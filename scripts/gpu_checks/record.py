@@ -37,6 +37,7 @@ OPS_OF_CASES = {
     "sampling": "sampling",
     "segments": "segment_attention",
     "space": "state_space",
+    "wide": "wide_attention",
 }
 """The op whose source a group of kernel cases (scripts/kernels) verifies."""
 OPS_OF_PARTS = {"kernels": tuple(OPS_OF_CASES.values()), "collectives": ("collectives",)}

@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm import LLM, PoolingParams, SamplingParams
 from jaxllm.outputs import CompletionOutput
 from jaxllm.structured_outputs import StructuredOutputsParams
-from scripts.gpu_checks import Outcome
+from scripts.gpu_checks import Outcome, wide_heads
 from scripts.gpu_checks.sampled_apart import sampling_apart
 
 TOLERANCE = 1e-3
@@ -98,6 +98,7 @@ def check(*, tiny: bool) -> Iterator[Outcome]:
     }.items():
         worst = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
         yield Outcome(f"demo model, {name}", worst < TOLERANCE, f"off by {worst:.1e} with {used}, at most {TOLERANCE:.0e}")
+    yield from wide_heads.check(tiny=tiny)
 
 
 def asking_for_more(lengths: Sequence[int]) -> dict[str, list[SamplingParams]]:

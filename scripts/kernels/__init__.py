@@ -25,6 +25,7 @@ OPS = {
     "sampling": "scripts.kernels.sampling",
     "segments": "scripts.kernels.segment_attention",
     "space": "scripts.kernels.state_space",
+    "wide": "scripts.kernels.wide_attention",
 }
 """Each module has speed_cases(tiny, tune) and check_cases(tiny)."""
 

@@ -467,6 +467,37 @@ def test_a_model_that_no_kernel_takes_on_a_gpu_is_told(caplog):
         assert ("with heads of width 8 in float32: plain JAX computes all operations" in caplog.text) == on_gpu
 
 
+def test_wide_heads_have_kernels_of_their_own(monkeypatch, caplog):
+    """Layers with other heads keep theirs, and the default for wide ones is a kernel only where it was verified."""
+    directory = goldens.golden("gemma4").directory
+    prepared = Prepared.of(EngineConfig.from_options(model=str(directory), **engines.SMALL), directory, (), StartTimes())
+    layers = [
+        dataclasses.replace(
+            layer, attention=dataclasses.replace(layer.attention, head_dim=256 if layer.attention.window else 512)
+        )
+        for layer in prepared.model_config.layers
+    ]
+    model = dataclasses.replace(prepared.model_config, layers=tuple(layers), dtype="bfloat16", kv_cache_dtype="bfloat16")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind="H100", platform="cpu")])
+
+    def found(wanted, is_verified):
+        monkeypatch.setattr(kernel_choice, "is_verified", lambda kind, op, **_: is_verified or op != "wide_attention")
+        return kernel_choice.candidates(wanted, model, prepared.plan, prepared.mesh, on_gpu=True)
+
+    for wanted, is_verified in (("auto", True), ("auto", False), ("triton", False), ("xla", True)):
+        caplog.clear()
+        names = found(wanted, is_verified)
+        has_kernel = wanted != "xla"
+        assert ("triton" in names["paged_attention"]) == ("triton" in names["rope_cache_write"]) == has_kernel
+        assert ("triton" in names["wide_attention"]) == (has_kernel and (is_verified or wanted != "auto"))
+        assert ("heads of width 512: plain JAX computes their attention" in caplog.text) == (
+            not is_verified and wanted == "auto"
+        )
+    shapes = kernel_shapes.shapes_of(prepared.config, model, prepared.plan)
+    assert {each.head_dim for each in shapes["paged_attention"]} == {256}
+    assert {each.head_dim for each in shapes["wide_attention"]} == {512}
+
+
 def test_a_mixture_has_kernels_that_are_checked_in_its_shapes(tmp_path):
     directory = goldens.golden("qwen3_moe").directory
     config = EngineConfig.from_options(model=str(directory), **engines.SMALL)
