@@ -1,9 +1,11 @@
 """Tracks the output of one request in its grammar and computes the mask of allowed next tokens, on the host."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -18,29 +20,61 @@ BITS = 32
 """Tokens in one word of a mask."""
 _MIN_PARALLEL = 8
 """Minimum number of masks that several threads fill."""
+_MOST_ORIGINALS = 16
+_CHEAP_SECONDS = 0.005
+"""A grammar that compiles within this is compiled again for outputs that run side by side."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Template:
-    """A compiled grammar, from whose beginning outputs start."""
+    """A compiled grammar, from whose beginning outputs start.
 
-    matcher: LLMatcher
+    Copies of an LLMatcher share the state of its lexer behind a lock, so their masks are computed one after the other. Outputs that
+    run at the same time therefore start from several originals, if the grammar is cheap to compile.
+    """
+
+    compile: Callable[[], LLMatcher]
+    originals: "list[tuple[LLMatcher, weakref.WeakSet[Matcher]]]"
+    """Each with the outputs that started from it."""
+    is_cheap: bool
     num_tokens: int
     """Tokens in llguidance's masks."""
     num_bytes: int
-    forced: ForcedTokens | None = None
+    forced: ForcedTokens | None = field(default=None)
     """The tokens that it forces, if they are drafts."""
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, grammar: Grammar, *, drafts_forced: bool = False) -> "Template":
         """Compile a grammar that passed a trial. Recurses deeply. Raises GrammarError."""
-        matcher = LLMatcher(vocabulary.table, grammar.text, log_level=0, limits=parser_limits())
-        if matcher.is_error():
-            raise GrammarError("the grammar could not be compiled again")
-        matcher.compute_bitmask()  # builds what the copies share
+        compiled = partial(_compiled, vocabulary, grammar)
+        start = time.perf_counter()
+        original = compiled()
+        is_cheap = time.perf_counter() - start <= _CHEAP_SECONDS
         forced = ForcedTokens.of(vocabulary, grammar) if drafts_forced else None
         num_bytes = grammar.num_bytes * (1 if forced is None else 2) + 1000
-        return cls(matcher, vocabulary.table.vocab_size, num_bytes, forced)
+        return cls(compiled, [(original, weakref.WeakSet())], is_cheap, vocabulary.table.vocab_size, num_bytes, forced)
+
+    def start(self, output: "Matcher") -> int:
+        """Which original an output begins with: one that few unfinished outputs share."""
+        index = min(range(len(self.originals)), key=lambda i: len(self.originals[i][1]))
+        is_shared = bool(self.originals[index][1])
+        if is_shared and self.is_cheap and len(self.originals) < min(_num_threads(), _MOST_ORIGINALS):
+            index = len(self.originals)
+            self.originals.append((self.compile(), weakref.WeakSet()))
+        self.originals[index][1].add(output)
+        return index
+
+    def copy(self, index: int) -> LLMatcher:
+        """A matcher at the beginning."""
+        return self.originals[index][0].deep_copy()
+
+
+def _compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
+    matcher = LLMatcher(vocabulary.table, grammar.text, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise GrammarError("the grammar could not be compiled again")
+    matcher.compute_bitmask()  # builds what the copies share
+    return matcher
 
 
 class Matcher:
@@ -57,7 +91,8 @@ class Matcher:
     ):
         """`ends_at_eos`: an EOS token ends the output. If not, the output ends where the grammar allows nothing else."""
         self._template = template
-        self._matcher = template.matcher.deep_copy()
+        self._original = template.start(self)
+        self._matcher = template.copy(self._original)
         self._consumed: list[int] = []
         """Tokens of the output since the grammar holds."""
         self.num_tokens = template.num_tokens
@@ -72,6 +107,11 @@ class Matcher:
         self._forced = None if template.forced is None else template.forced.copy()
         self.num_next_drafts = 0
         """See OutputMatcher."""
+
+    @property
+    def lexer(self) -> tuple[int, int]:
+        """Names the state that it shares with other outputs."""
+        return id(self._template), self._original
 
     def next_drafts(self, drafts: Sequence[int]) -> list[int]:
         """The last token expected from a step that verifies these drafts, and those forced behind it, which are drafts for the next step;
@@ -133,7 +173,7 @@ class Matcher:
             # The last mask is the one that failed: it allows EOS alone. A matcher would stay in its error state, also where a draft
             # that proves wrong led into it.
             words_DW[np.flatnonzero(words_DW.any(axis=1))[-1:]] = 0
-            self._matcher = self._template.matcher.deep_copy()
+            self._matcher = self._template.copy(self._original)
             self._matcher.consume_tokens(self._consumed)
         num_words = min(words_DW.shape[1], mask_DW.shape[1])
         mask_DW[:, num_words:] = 0
@@ -170,13 +210,14 @@ def fill_masks(matchers: Sequence[tuple[Matcher, int, Sequence[int]]], mask_TW: 
     if not jobs:
         return
     words_MW = np.zeros((num_masks, -(-jobs[0][0].num_tokens // BITS)), np.int32)
-    single = [(matcher._matcher, index) for matcher, index, drafts in jobs if not drafts]
+    by_original = sorted(jobs, key=lambda job: job[0].lexer)  # a thread takes neighbours, which would wait for each other
+    single = [(matcher._matcher, index) for matcher, index, drafts in by_original if not drafts]
     if len(single) >= _MIN_PARALLEL:
         fill_next_token_bitmask_par(_executor(), single, words_MW)
     else:
         for llmatcher, index in single:
             fill_next_token_bitmask(llmatcher, words_MW, index)
-    if several := [(matcher._matcher, index, drafts) for matcher, index, drafts in jobs if drafts]:
+    if several := [(matcher._matcher, index, drafts) for matcher, index, drafts in by_original if drafts]:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, words_MW)
     for (matcher, index, drafts), (row, num_free) in zip(jobs, places, strict=True):
         size = 1 + len(drafts)
@@ -189,6 +230,10 @@ def _clear(words: np.ndarray, token_ids: Sequence[int]) -> None:
             words[token // BITS] &= np.int32(~(1 << token % BITS) if token % BITS < 31 else 2**31 - 1)
 
 
+def _num_threads() -> int:
+    return max(1, min((os.cpu_count() or 1) // 2, 32))
+
+
 @cache
 def _executor() -> LLExecutor:
-    return LLExecutor(num_threads=max(1, min((os.cpu_count() or 1) // 2, 32)))
+    return LLExecutor(num_threads=_num_threads())

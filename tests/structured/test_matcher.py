@@ -1,5 +1,8 @@
 """Masks of single outputs, by a matcher over a small vocabulary, against the texts that their grammars describe."""
 
+import gc
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 import jaxllm
 from jaxllm.errors import GrammarError
 from jaxllm.request import Grammar
+from jaxllm.structured import matcher as matcher_module
 from jaxllm.structured.grammar_text import grammar_text
 from jaxllm.structured.matcher import Matcher, Template, fill_masks
 from jaxllm.structured.token_table import Vocabulary, parser_limits
@@ -190,6 +194,20 @@ def test_a_dead_end_behind_a_draft_ends_the_output_only_if_the_draft_is_right(vo
 def test_tokens_beyond_the_models_columns_are_never_allowed(vocabulary, tokenizer):
     output = matcher(vocabulary, regex="(?s:.*)", num_columns=96)
     assert max(allowed(output, num_columns=96)) < 96
+
+
+def test_outputs_side_by_side_share_no_lexer_while_there_are_threads_for_them(vocabulary, monkeypatch):
+    monkeypatch.setattr(matcher_module, "_num_threads", lambda: 4)
+    monkeypatch.setattr(matcher_module, "_CHEAP_SECONDS", 60)
+    template = Template.of(vocabulary, Grammar(grammar_text(StructuredOutputsParams(regex="[ab]{9}"), vocabulary.split)))
+    new = partial(Matcher, template, num_columns=NUM_COLUMNS, eos_token_ids=(EOS,))
+    first = [new() for _ in range(10)]
+    assert sorted(Counter(output.lexer for output in first).values()) == [2, 2, 3, 3]
+    assert len({frozenset(found) for found in allowed(*first)}) == 1
+    del first
+    gc.collect()
+    alone = new()
+    assert len(template.originals) == 4 and alone.lexer == (id(template), 0)
 
 
 def test_outputs_of_one_template_do_not_know_each_other(vocabulary, tokenizer):
