@@ -14,7 +14,6 @@ OPS = (
     "lora",
     "mla_attention",
     "paged_attention",
-    "product_chain",
     "quantize",
     "quantized_matmul",
     "rope_cache_write",
@@ -28,7 +27,6 @@ _USES = {
     "lora": ("grouped_matmul",),
     "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),
     "paged_attention": ("cache_write",),
-    "product_chain": ("collectives",),
     "rope_cache_write": ("cache_write",),
     "wide_attention": ("cache_write", "paged_attention"),
 }

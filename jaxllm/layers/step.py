@@ -159,7 +159,7 @@ class Step:
         if is_quantized and is_whole and norm.is_plain and isinstance(part_TD, Sums) and residual_TD is not None:
             assert self.quantization is not None
             options = {"eps": norm.eps, **self.quantization}  # type: ignore[union-attr]
-            return add_norm_quantize(part_TD, residual_TD, norm.weight[...], **options)  # type: ignore[union-attr]
+            return add_norm_quantize(part_TD, residual_TD, norm.weight[...], **options)  # type: ignore[union-attr,index]
         x_TD, normed_TD = self.shards.add_and_norm(scaled(part_TD), residual_TD, norm)
         return x_TD, self._quantized(normed_TD) if is_quantized else normed_TD
 

@@ -25,7 +25,6 @@ from scripts.gpu_checks.pages import page_name, render_page, write_pages
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPS_OF_CASES = {
     "attention": "paged_attention",
-    "chain": "product_chain",
     "choice": "expert_choice",
     "delta": "gated_delta",
     "experts": "grouped_matmul",

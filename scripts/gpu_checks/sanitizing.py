@@ -14,7 +14,6 @@ from pallas_kernels.checking import (
     gated_delta,
     grouped_matmul,
     lora,
-    product_chain,
     quantize,
     quantized_matmul,
     rope_cache_write,
@@ -107,8 +106,6 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
     found += [("space triton", case) for case in state_space.cases(mamba, "triton", interpret=interpret)]
     adapted = lora.Shapes("bfloat16", 3, 8, 300, Parts(2, (3, 1, 1), 40))
     found += [("lora triton", case) for case in lora.cases(adapted, "triton", interpret=interpret)]
-    layer = product_chain.Shapes(256, 384, 256, 384)
-    found += [("chain mosaic", case) for case in product_chain.cases(layer, "mosaic", interpret=interpret)]
     vectors = quantize.Shapes("bfloat16", 300, 200, 2500, 1e-5)
     found += [("quantize triton", case) for case in quantize.cases(vectors, "triton", interpret=interpret)]
     for weight in (

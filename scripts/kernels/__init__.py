@@ -13,7 +13,6 @@ __all__ = ["OPS", "Case", "cases"]
 
 OPS = {
     "attention": "scripts.kernels.attention",
-    "chain": "scripts.kernels.product_chain",
     "choice": "scripts.kernels.expert_choice",
     "delta": "scripts.kernels.gated_delta",
     "experts": "scripts.kernels.grouped_matmul",

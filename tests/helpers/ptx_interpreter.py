@@ -1,4 +1,4 @@
-"""Runs blocks of PTX (those of `collectives` and `product_chain`) on several simulated GPUs at once, with everything late that may be.
+"""Runs blocks of PTX (those of `collectives`) on several simulated GPUs at once, with everything late that may be.
 
 Each thread is a Python generator that pauses at barriers, shuffles and polls; threads, CTAs and devices advance in random order and
 at random speeds. A store to global memory becomes visible word by word after a random delay, at another device possibly after the
