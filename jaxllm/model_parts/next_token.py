@@ -39,7 +39,7 @@ class NextToken:
 
     @property
     def numbers_modules(self) -> bool:
-        """Whether each of several modules has names of its own."""
+        """Whether each of several modules has separate names."""
         names = (self.embedding_norm, self.hidden_norm, self.joined)
         return all("{" in name for name in names)
 

@@ -32,7 +32,7 @@ _NEVER = 2**30
 
 
 class Passed(NamedTuple):
-    """What each row keeps between steps."""
+    """Hidden states and tokens of each row, kept between steps."""
 
     position_N: Array
     """The position behind its latest tokens; 0: it has none."""

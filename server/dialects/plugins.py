@@ -48,7 +48,7 @@ def _dialects_of(plugin: str | None, option: str, attribute: str, kind: type[T])
 
 
 def _fault(dialect: ToolDialect | ReasoningDialect) -> str | None:
-    """What is wrong with the attributes of a dialect, as far as it can be seen before the first answer; None: nothing."""
+    """The first fault in the attributes of a dialect, as far as it can be seen before the first answer; None: nothing."""
     is_tool = isinstance(dialect, ToolDialect)
     for name in ("openings", "markers") if is_tool else ("start", "end", "answer_start", "answer_end", "markers"):
         texts = getattr(dialect, name)

@@ -19,7 +19,7 @@ def logprobs(logits_TV: np.ndarray) -> np.ndarray:
 
 OF_EACH_KIND = ["llama_gqa", "llama_rope_llama3", "gpt2", "qwen3_moe", "gemma3", "gemma4", "gpt_oss", "deepseek_v3"]
 OF_EACH_KIND += ["qwen3_next", "nemotron_h", "lfm2", "mimo_v2_flash"]
-"""What other families are composed of."""
+"""Modules of parts that other families are composed of."""
 
 
 @pytest.mark.parametrize("name", slow_except(OF_EACH_KIND, goldens.NAMES))

@@ -27,7 +27,7 @@ KINDS = (
 
 
 def likely_tokens(count: int) -> np.ndarray:
-    """Those that the target's answers to the golden's prompts have most often, ascending."""
+    """Tokens that the target's answers to the golden's prompts have most often, ascending."""
     counts = Counter(token for result in goldens.golden(checkpoints.TARGET.name).results for token in result.tokens)
     return np.sort([token for token, _ in counts.most_common(count)])
 
@@ -109,7 +109,7 @@ def test_heads_leave_tokens_as_they_are(tmp_path, make_head):
 
 
 def test_modules_in_turn_leave_tokens_as_they_are(tmp_path):
-    """Of a vocabulary so small that they are right now and then."""
+    """Prompts over a vocabulary so small that drafts are right now and then."""
     small = next_token.SPELLINGS["mimo_v2_flash"]
     directory = next_token.write(small, tmp_path, 3, vocab_size=16)
     options = {"method": "mtp", "num_speculative_tokens": 3}
