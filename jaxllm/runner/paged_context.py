@@ -232,7 +232,7 @@ def _write_and_attend(
     else:  # a kernel that writes nothing would still be a new version of the caches, which XLA may copy them for
         (q_TKGH, _, _), k_pages, v_pages = projection.finished(), k_pages_PKSH, v_pages_PKSH
     if chunk is not None:
-        assert devices is None and later is None, "refused before"
+        assert (devices, later) == (None, None), "refused before"
         rows = Rows(page_table_RB, query_start_R1, kv_length_R, num_queries)
         rows = in_chunks(rows, len(slot_T), chunk=chunk, page_size=k_pages.shape[2])
         page_table_RB, query_start_R1, kv_length_R, num_queries = rows

@@ -66,7 +66,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "Gemma4ForConditionalGeneration": {"vocab_size_per_layer_input": 64},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": 32},
     "MiMoV2FlashForCausalLM": {"v_head_dim": 8},
+    "MiMoV2ForCausalLM": {"v_head_dim": 8},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "ME*-"},
+    "NemotronH_Nano_Omni_Reasoning_V3": {"llm_config": {**CONFIG, "hybrid_override_pattern": "ME*-"}},
 }
 """Values of single families."""
 
