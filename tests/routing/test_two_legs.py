@@ -20,7 +20,9 @@ def test_a_first_leg_asks_for_one_token_of_the_same_prompt() -> None:
     )
     leg = prefill_leg(request)
     assert leg.prompt_token_ids is request.prompt_token_ids and leg.arrival_time == request.arrival_time
-    assert leg.options == replace(request.options, session_id=None, kv_transfer=KVTransfer(keep_for_decode=True, tells_early=True))
+    assert leg.options == replace(
+        request.options, session_id=None, kv_transfer=KVTransfer(keep_for_decode=True, tells_early=True)
+    )
     assert leg.sampling_params.max_tokens == 1 and leg.grammar is None and leg.eos_token_ids == ()
     assert prefill_leg(request).sampling_params is not leg.sampling_params
 
