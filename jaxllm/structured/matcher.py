@@ -2,10 +2,10 @@
 
 import os
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -22,51 +22,36 @@ _MIN_PARALLEL = 8
 """Minimum number of masks that several threads fill."""
 _MOST_ORIGINALS = 16
 _CHEAP_SECONDS = 0.005
-"""A grammar that compiles within this is compiled again for outputs that run side by side."""
+"""A grammar that compiles within this is compiled once for each thread that fills masks."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Template:
     """A compiled grammar, from whose beginning outputs start.
 
-    Copies of an LLMatcher share the state of its lexer behind a lock, so their masks are computed one after the other. Outputs that
-    run at the same time therefore start from several originals, if the grammar is cheap to compile.
+    Copies of an LLMatcher share the state of its lexer behind a lock, so their masks are computed one after the other. Outputs
+    therefore start from several originals in turn, if the grammar is cheap to compile.
     """
 
-    compile: Callable[[], LLMatcher]
-    originals: "list[tuple[LLMatcher, weakref.WeakSet[Matcher]]]"
-    """Each with the outputs that started from it."""
-    is_cheap: bool
+    originals: tuple[LLMatcher, ...]
+    turns: Iterator[int]
+    """Which original the next output starts from."""
     num_tokens: int
     """Tokens in llguidance's masks."""
     num_bytes: int
-    forced: ForcedTokens | None = field(default=None)
+    forced: ForcedTokens | None = None
     """The tokens that it forces, if they are drafts."""
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, grammar: Grammar, *, drafts_forced: bool = False) -> "Template":
-        """Compile a grammar that passed a trial. Recurses deeply. Raises GrammarError."""
-        compiled = partial(_compiled, vocabulary, grammar)
+        """Compile a grammar that passed a trial. Recurses deeply, so outputs compile nothing themselves. Raises GrammarError."""
         start = time.perf_counter()
-        original = compiled()
-        is_cheap = time.perf_counter() - start <= _CHEAP_SECONDS
+        originals = [_compiled(vocabulary, grammar)]
+        if time.perf_counter() - start <= _CHEAP_SECONDS:
+            originals += (_compiled(vocabulary, grammar) for _ in range(1, min(_num_threads(), _MOST_ORIGINALS)))
         forced = ForcedTokens.of(vocabulary, grammar) if drafts_forced else None
-        num_bytes = grammar.num_bytes * (1 if forced is None else 2) + 1000
-        return cls(compiled, [(original, weakref.WeakSet())], is_cheap, vocabulary.table.vocab_size, num_bytes, forced)
-
-    def start(self, output: "Matcher") -> int:
-        """Which original an output begins with: one that few unfinished outputs share."""
-        index = min(range(len(self.originals)), key=lambda i: len(self.originals[i][1]))
-        is_shared = bool(self.originals[index][1])
-        if is_shared and self.is_cheap and len(self.originals) < min(_num_threads(), _MOST_ORIGINALS):
-            index = len(self.originals)
-            self.originals.append((self.compile(), weakref.WeakSet()))
-        self.originals[index][1].add(output)
-        return index
-
-    def copy(self, index: int) -> LLMatcher:
-        """A matcher at the beginning."""
-        return self.originals[index][0].deep_copy()
+        num_bytes = grammar.num_bytes * (len(originals) + (forced is not None)) + 1000
+        return cls(tuple(originals), cycle(range(len(originals))), vocabulary.table.vocab_size, num_bytes, forced)
 
 
 def _compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
@@ -91,8 +76,8 @@ class Matcher:
     ):
         """`ends_at_eos`: an EOS token ends the output. If not, the output ends where the grammar allows nothing else."""
         self._template = template
-        self._original = template.start(self)
-        self._matcher = template.copy(self._original)
+        self._original = next(template.turns)
+        self._matcher = template.originals[self._original].deep_copy()
         self._consumed: list[int] = []
         """Tokens of the output since the grammar holds."""
         self.num_tokens = template.num_tokens
@@ -173,7 +158,7 @@ class Matcher:
             # The last mask is the one that failed: it allows EOS alone. A matcher would stay in its error state, also where a draft
             # that proves wrong led into it.
             words_DW[np.flatnonzero(words_DW.any(axis=1))[-1:]] = 0
-            self._matcher = self._template.copy(self._original)
+            self._matcher = self._template.originals[self._original].deep_copy()
             self._matcher.consume_tokens(self._consumed)
         num_words = min(words_DW.shape[1], mask_DW.shape[1])
         mask_DW[:, num_words:] = 0
