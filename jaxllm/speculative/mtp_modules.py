@@ -37,7 +37,7 @@ class Passed(NamedTuple):
     position_N: Array
     """The position behind its latest tokens; 0: it has none."""
     hidden_NMD: Array
-    """What each module but the last passes on of the latest token that it took."""
+    """Vectors that each module but the last passes on, of the latest token that it took."""
 
 
 class NextTokenModules(nnx.Module):
@@ -109,8 +109,9 @@ class SeveralModules(HiddenStateDrafter):
     def _next(
         self, model: NextTokenModules, drafting: Drafting, i: int, draft_R: Array, out_RD: Array, passed: dict[int, Array]
     ) -> tuple[Array, dict[int, Array]]:
-        """What draft i, counted from 0, is made of: what its module leaves of the draft before it. The modules of later drafts take that
-        in too. out_RD, passed: what the draft before was made of, and what modules passed on then. Returns both anew."""
+        """Hidden states that draft i, counted from 0, is drawn from: its module's output for the draft before it. The modules of later
+        drafts take that in too. out_RD, passed: those of the draft before, and the vectors that modules passed on then. Returns both
+        anew."""
         own, now = min(i, self.num_modules - 1), {}
         left_RD = out_RD
         for index in range(own, min(self.num_modules, drafting.num_wanted)):
@@ -123,7 +124,7 @@ class SeveralModules(HiddenStateDrafter):
         return left_RD, now
 
     def _passed(self, hidden_TD: Array, out_TD: Array) -> Array:
-        """What a module passes on, of what it takes and what it leaves."""
+        """Vectors that a module passes on: its outputs, or its inputs where each takes the model's hidden states."""
         return out_TD if self.config.next_token.chains else hidden_TD
 
     def _take_in(self, model: NextTokenModules, state: Passed, drafting: Drafting) -> tuple[Passed, dict[int, Array], Array]:
@@ -180,7 +181,7 @@ class _Rows:
         return ids_T[jnp.minimum(index_T, len(ids_T) - 1)]
 
     def behind(self, passed_TD: Array, before_TD: Array, lag: int) -> Array:
-        """What the module before passes on to one that lags: of the token before each; before_TD: of the one before the step."""
+        """Vectors of the module before, for one that lags: of the token before each; before_TD: of the one before the step."""
         moved_TD = jnp.where(self.offset_T[:, None] == 0, before_TD.astype(passed_TD.dtype), jnp.roll(passed_TD, 1, axis=0))
         return jnp.where(self.start_T[:, None] < lag, passed_TD, moved_TD)
 

@@ -1,4 +1,4 @@
-"""What checkpoints of heads have in common that are trained for a target: EAGLE's, and those of block diffusion."""
+"""Common parts of the checkpoints of heads trained for a target: EAGLE's, and those of block diffusion."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

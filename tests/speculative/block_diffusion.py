@@ -21,7 +21,7 @@ CONFIG = {
 
 
 def head_tensors(*, draft_vocab: int = V, seed: int = 6) -> dict[str, np.ndarray]:
-    """Over one of the target's vectors, or over two with a vocabulary of its own."""
+    """A head over one of the target's vectors, or over two with a separate vocabulary."""
     rng = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, H if draft_vocab == V else 2 * H), "hidden_norm.weight": (H,)}
     shapes["norm.weight"] = (H,)

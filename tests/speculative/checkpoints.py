@@ -40,7 +40,7 @@ CONFIG_3 = {**CONFIG, "draft_vocab_size": DRAFT_V, "eagle_aux_hidden_state_layer
 
 
 def layer_shapes(layer: str, inputs: int, *norms: str) -> dict[str, tuple[int, ...]]:
-    """Of a layer with this name whose attention takes so many values."""
+    """Weights of a layer with this name whose attention takes so many values."""
     return {
         f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, inputs),
         f"{layer}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, inputs),
