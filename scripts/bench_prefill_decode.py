@@ -1,6 +1,6 @@
 """Compares `jaxllm serve --prefill 1 --decode 1` with two plain engines, each on a separate GPU; prints a Markdown table with goals.
 
-usage: bench_prefill_decode.py MODEL_DIR [--only roles|plain] [--json FILE] [--server-flags='…']
+usage: bench_prefill_decode.py MODEL_DIR [--each 2] [--only roles|plain] [--json FILE] [--server-flags='…']
 
 tokens   the same prompts, greedy: how many answers are equal
 first    time to the first token of prompts of 8192 and 32768 tokens, on idle engines
@@ -37,10 +37,10 @@ FLAGS = "--load-format dummy --skip-tokenizer-init --max-num-seqs 64 --decode-bu
 FLAGS += " --max-num-batched-tokens 2048"
 TINY_FLAGS = "--max-num-seqs 32 --decode-buckets 32 --token-buckets 128 --max-num-batched-tokens 128"
 SERVERS = {
-    "roles": "--prefill 1 --decode 1 --prefill-threshold {threshold} --kv-offloading-size {host_gib}",
-    "plain": "--data-parallel-size 2",
+    "roles": "--prefill {each} --decode {each} --prefill-threshold {threshold} --kv-offloading-size {host_gib}",
+    "plain": "--data-parallel-size {engines}",
 }
-TOLD = {"roles": "prefill and decode", "plain": "two plain engines"}
+TOLD = {"roles": "prefill and decode", "plain": "plain engines"}
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,7 @@ def main() -> None:
     """Measure one server after the other."""
     parser = script_parser(__doc__, 3)
     parser.add_argument("model", nargs="?", default="demo", help="a directory with config.json, or with weights")
+    parser.add_argument("--each", type=int, default=1, help="engines of each role; twice as many plain ones, a GPU for each")
     parser.add_argument("--only", choices=list(SERVERS), help="one of both")
     parser.add_argument("--server-flags", default="", help="further flags of both servers")
     parser.add_argument("--json", type=Path, help="write all rows here")
@@ -202,7 +203,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name, flags in SERVERS.items():
             if args.only in (None, name):
-                given: Any = {"threshold": sizes.threshold, "host_gib": sizes.host_gib}
+                engines = {"each": args.each, "engines": 2 * args.each}
+                given: Any = {"threshold": sizes.threshold, "host_gib": sizes.host_gib, **engines}
                 length = max(*sizes.first, sum(sizes.running)) + 64
                 words = (
                     f"{TINY_FLAGS if args.tiny else FLAGS} --enable-scale-out --max-model-len {length} {flags.format(**given)}"

@@ -19,7 +19,7 @@ engine           four models with random weights through LLM: 64 prompts togethe
 adapters         the demo model in float32 with LoRA adapters, more than slots: tokens equal those of plain JAX, on 1, 2 and 4 GPUs
 images           encoders and Gemma 3's attention of public widths in bfloat16, no further from float32 than plain XLA (a stated factor);
                  tiny models in float32 say plain JAX's tokens of prompts with images and videos: packed, in chunks, preempted, from
-                 cached prefixes, on 1 and 2 GPUs
+                 cached prefixes, on 1, 2 and 4 GPUs
 speech           the same of Whisper: encoder and decoder of public widths, tokens of a tiny model for clips of several lengths
 tiers            blocks to host memory and back while requests decode, to the bit, of full, window, latent and fp8 caches, on 1 and 2 GPUs;
                  damage is noticed; the demo model in float32 says the same tokens with little room on the device

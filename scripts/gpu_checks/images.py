@@ -58,12 +58,12 @@ FAMILIES = {
 WITH_VIDEOS = ("Qwen3-VL with videos",)
 IN_PARTS = 132
 """Patches of encoders per step that decodes: half of the smallest program, so that images and videos of WITH_VIDEOS come in parts."""
-ON_TWO = ("Qwen3-VL", "Gemma 3")
-"""Families that also run split over two devices."""
+LAYOUTS = {"Qwen3-VL": whole_prompts.ON_FOUR_TOO, "Gemma 3": whole_prompts.ON_TWO_TOO}
+"""Of families that also run split over several devices."""
 NUM_BLOCKS, TINY_BLOCKS = 40, 17
 OF_GROUPS = 50
 """Blocks of a model whose groups of layers share them: few enough to preempt, enough for cached prefixes."""
-TINY_FAMILIES = TINY_ON_TWO = ("Qwen3-VL with videos",)
+TINY_FAMILIES, TINY_LAYOUTS = ("Qwen3-VL with videos",), {"Qwen3-VL with videos": whole_prompts.ON_TWO_TOO}
 """For a machine without a GPU."""
 
 
@@ -190,7 +190,7 @@ def _check_engine(name: str, *, tiny: bool) -> Iterator[Outcome]:
             differing="pixels",
             encoded="encoded images",
             caches_prefixes=True,
-            layouts=whole_prompts.ON_TWO_TOO if name in (TINY_ON_TWO if tiny else ON_TWO) else whole_prompts.ONE_DEVICE,
+            layouts=(TINY_LAYOUTS if tiny else LAYOUTS).get(name, whole_prompts.ONE_DEVICE),
             mm_max_patches=512,
             **sizes,
         )

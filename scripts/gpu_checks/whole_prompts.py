@@ -18,6 +18,7 @@ STEP_TOKENS, WHOLE_TOKENS = 32, 512
 """Tokens of the steps that cut prompts, and of those that do not."""
 ONE_DEVICE: Mapping[str, Mapping[str, Any]] = {"": {}}
 ON_TWO_TOO: Mapping[str, Mapping[str, Any]] = {**ONE_DEVICE, " on 2 devices": {"tensor_parallel_size": 2}}
+ON_FOUR_TOO: Mapping[str, Mapping[str, Any]] = {**ON_TWO_TOO, " on 4 devices": {"tensor_parallel_size": 4}}
 """Options of engines, by what is added to their titles."""
 Prompt = dict[str, Any]
 
