@@ -55,7 +55,7 @@ class Sizes:
     num_running: int = 32
     seconds: float = 6.0
     """Duration of each part of `between`: alone, and with arriving prompts."""
-    repeats: int = 3
+    repeats: int = 5
     threshold: int = 1024
     host_gib: float = 48.0
     start_seconds: float = 300.0
@@ -101,7 +101,8 @@ class Found:
     """Results of one server."""
 
     answers: list[list[int]]
-    first_ms: dict[int, float]
+    first_ms: dict[int, list[float]]
+    """By the length of prompts, in order; without that of the first one."""
     alone_ms: tuple[float, float]
     """Median and 99th percentile of the time between tokens."""
     beside_ms: tuple[float, float]
@@ -114,10 +115,9 @@ async def measure(url: str, sizes: Sizes) -> Found:
         asked = Client(client, sizes, 1)
         prompts = [asked.prompt(length) for length in (sizes.first[0] - 7, sizes.first[0], 40, sizes.first[0] // 3)]
         answers = [await asked.tokens(prompt, 32) for prompt in prompts]
-        first_ms = {}
-        for length in sizes.first:
-            found = [await asked.first_ms(asked.prompt(length)) for _ in range(sizes.repeats + 1)]
-            first_ms[length] = statistics.median(found[1:])
+        first_ms = {
+            length: [await asked.first_ms(asked.prompt(length)) for _ in range(sizes.repeats + 1)][1:] for length in sizes.first
+        }
         alone, beside, num_arrived = await _between(asked, sizes)
     return Found(answers, first_ms, alone, beside, num_arrived)
 
@@ -164,7 +164,8 @@ def note(rows: Rows, found: dict[str, Found], sizes: Sizes) -> None:
     """The rows of what was measured."""
     for name, each in found.items():
         for length, ms in each.first_ms.items():
-            rows.note(f"first token, {length} tokens, {TOLD[name]}", ms, "ms")
+            told = "median of " + ", ".join(f"{one:.0f}" for one in ms)
+            rows.note(f"first token, {length} tokens, {TOLD[name]}", statistics.median(ms), "ms", note=told)
         median, tail = each.alone_ms
         rows.note(
             f"between tokens of {sizes.num_running} requests, p99, {TOLD[name]}", tail, "ms", note=f"median {median:.2f} ms"
@@ -178,7 +179,7 @@ def note(rows: Rows, found: dict[str, Found], sizes: Sizes) -> None:
         roles, plain = found["roles"], found["plain"]
         for length in sizes.first:
             goal = 40.0 if length == sizes.first[0] else None
-            added = roles.first_ms[length] - plain.first_ms[length]
+            added = statistics.median(roles.first_ms[length]) - statistics.median(plain.first_ms[length])
             rows.note(f"first token, what two engines add, {length} tokens", added, "ms", goal)
         rows.note("p99 between tokens beside prompts, plain over roles", plain.beside_ms[1] / roles.beside_ms[1], "×")
         pairs = list(zip(roles.answers, plain.answers, strict=True))
