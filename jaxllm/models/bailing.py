@@ -8,7 +8,7 @@ Sources: arXiv:2510.22115, the Ring 2.5 and Ling 3 releases.
 from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import KimiDeltaAttention, LightningAttention, MoE, Names, OutputGate, Rope
+from jaxllm.model_parts import KimiDeltaAttention, Layer, LightningAttention, MoE, Names, OutputGate, Rope
 from jaxllm.model_parts.next_token import FINAL_NORM
 from jaxllm.models import deepseek, kimi_linear
 from jaxllm.models.config_reader import ConfigReader
@@ -78,8 +78,6 @@ REQUIRED_V3 = {
     "value_norm": False,
     "pregate_inference": False,
 }
-LIMITS_V3 = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
-"""Limits of the experts' activations in each layer; 0 or null: none."""
 GATES_V3 = {"head_wise": True, "element_wise": False}
 """Whether all values of a head have the same gate, by `gated_attention_proj_granularity_type`."""
 UNQUANTIZED_V3 = ("attention.b_proj", "attention.f_proj")
@@ -153,9 +151,6 @@ def read_v3(c: ConfigReader) -> ModelConfig:
     c = _by_names_of_transformers(c.with_defaults(**{**DEFAULTS_V3, **given}))
     for name, value in REQUIRED_V3.items():
         c.refuse_unless(name, value)
-    for name in LIMITS_V3:
-        if any(c.raw.get(name) or ()):
-            c.faults.append(f"{name} limits activations of experts, supported: none")
     # All rotated values of attention over latents turn, whatever partial_rotary_factor is.
     rope, max_position = c.positions()
     rope = replace(rope, rotary_dim=None, interleaved=True)
@@ -167,7 +162,20 @@ def read_v3(c: ConfigReader) -> ModelConfig:
     linear = _kimi_delta(c)
     layers = [c.pre_norm_layer(linear if is_linear else latent, c.mlp()) for is_linear in kinds]
     names = replace(NAMES, unquantized=UNQUANTIZED_V3)
-    return c.decoder(c.with_experts(layers, _moe(c)), max_position, names=names, next_token=FINAL_NORM)
+    layers = _with_limits(c, c.with_experts(layers, _moe(c)))
+    return c.decoder(layers, max_position, names=names, next_token=FINAL_NORM)
+
+
+def _with_limits(c: ConfigReader, layers: list[Layer]) -> list[Layer]:
+    """With the limits that the activations of experts have in some layers, as vLLM computes them. transformers does not."""
+    limits = zip(c.limits("expert_swiglu_limit_list"), c.limits("share_expert_swiglu_limit_list"), strict=True)
+    found = []
+    for layer, (limit, shared_limit) in zip(layers, limits, strict=True):
+        if isinstance(layer.mlp, MoE):
+            shared = layer.mlp.shared and replace(layer.mlp.shared, clamp=shared_limit)
+            layer = replace(layer, mlp=replace(layer.mlp, clamp=limit, shared=shared))
+        found.append(layer)
+    return found
 
 
 def _is_full(c: ConfigReader, layer: int) -> bool:

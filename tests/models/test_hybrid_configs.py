@@ -168,7 +168,10 @@ def test_ling_3(read):
     assert latent.gate.by_head and latent.rope.rotary_dim is None and latent.rope.interleaved
     with pytest.raises(ModelLoadError, match="kda_lower_bound is 5, must be a negative number"):
         read(LING_3, kda_lower_bound=5)
-    with pytest.raises(ModelLoadError, match="expert_swiglu_limit_list limits activations of experts, supported: none"):
+    limited = read(LING_3, expert_swiglu_limit_list=[0, 0, 0, 0, 4, 4, 0], share_expert_swiglu_limit_list=[0, 0, 0, 0, 0, 7.0])
+    assert [layer.mlp.clamp for layer in limited.layers] == [None] * 4 + [4.0, 4.0]
+    assert [layer.mlp.shared.clamp for layer in limited.layers[2:]] == [None, None, None, 7.0]
+    with pytest.raises(ModelLoadError, match="expert_swiglu_limit_list is .*must be a list of 6 numbers, none negative"):
         read(LING_3, expert_swiglu_limit_list=[0, 7.0])
     with pytest.raises(ModelLoadError, match="no_kda_lora is False, supported: True"):
         read(LING_3, no_kda_lora=False)
