@@ -43,7 +43,7 @@ TOKENIZER: Any = SimpleNamespace(chat_templates={}, special_tokens_map={"bos_tok
 
 @dataclass
 class Answer:
-    """What a model may answer, or what was read of an answer."""
+    """An answer of a model, or as much as dialects read of one."""
 
     calls: list[tuple[str, dict[str, Any]]]
     content: str = ""
@@ -84,7 +84,7 @@ def written(template: str, answer: Answer) -> tuple[str, str]:
 
 
 def read(prompt: str, text: str, tool: str | None, reasoning: str | None) -> Answer:
-    """What the dialects read of an answer to a prompt."""
+    """The answer to a prompt as dialects read it."""
     dialect, thinking = by_name(tool, reasoning)
     parser = StreamParser(dialect, thinking, tools=TOOLS, prompt_text=prompt)
     found, arguments = Answer([]), list[str]()

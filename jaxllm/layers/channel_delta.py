@@ -41,7 +41,7 @@ CHUNK, PART = 64, 16
 NUM_PARTS = CHUNK // PART
 """Parts of a chunk (M)."""
 LEAST_LOG_DECAY = -50.0
-"""What float32 cannot tell from forgetting everything. Sums of smaller numbers would lose the decays that follow."""
+"""Smallest logarithm of a decay that is computed: float32 cannot tell it from forgetting all, and sums of smaller ones are coarse."""
 
 
 @jax.jit

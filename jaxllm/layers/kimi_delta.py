@@ -76,7 +76,7 @@ class KimiDelta(nnx.Module):
         return products_by_run(self.out, out_TKH, runs, step)
 
     def _decays_and_gates(self, runs: Sequence[Array], step: Step) -> tuple[Array, Array]:
-        """What the decays of channels and the gates of outputs are made of, [T, K, H] each."""
+        """Inputs of the decays of channels and of the gates of outputs, [T, K, H] each."""
         if self.narrow is None:
             return products(self.decay, runs, step), products(self.gate, runs, step)
         narrow = [

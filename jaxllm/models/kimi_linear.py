@@ -47,7 +47,7 @@ REQUIRED = {
 }
 """The only values of keys that are computed; Kimi K3 has others."""
 REQUIRED_LINEAR = {"gate_lower_bound": None, "use_full_rank_gate": False}
-"""Those in `linear_attn_config`."""
+"""Likewise of keys in `linear_attn_config`."""
 NAMES = Names(unquantized=("self_attn.b_proj", "self_attn.f_a_proj", "self_attn.f_b_proj"))
 """Exponentials of what these modules give decay the states."""
 MLP_NAME = "block_sparse_moe"

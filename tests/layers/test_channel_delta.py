@@ -12,8 +12,8 @@ LENGTHS = (1, 150, 0, 70)
 
 
 def tokens(count, rng):
-    """Of head 0 the states forget nothing, of head 1 all at once; head 2 has rates from far below to far above 1, and in head 3 a few
-    tokens forget everything."""
+    """Random tokens of four heads: the first forgets nothing, the second all at once, the third has rates from far below to far above 1,
+    and in the last a few tokens forget everything."""
     q, k, v = rng.normal(size=(3, count, NUM_HEADS, WIDTH))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     log_decay = np.zeros((count, NUM_HEADS, WIDTH))
