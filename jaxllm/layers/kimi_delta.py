@@ -40,11 +40,14 @@ class KimiDelta(nnx.Module):
             return Linear("td,dkc->tkc", shape, axes, dtype, modules=modules, joined=1)
 
         self.qkv, self.strength = of_heads(names["qkv"], H), of_heads(names["strength"], 1)
-        self.narrow = nnx.data(None)
+        self.into_decay = self.into_gate = nnx.data(None)
         of_narrow: tuple[int, str] = (D, "embed")
         if (E := part.narrow_dim) is not None:
-            of_narrow, modules = (E, "latent"), [Module(name, (E,)) for name in names["narrow"]]
-            self.narrow = Linear("td,dc->tc", (D, 2 * E), ("embed", "latent"), dtype, modules=modules)
+            of_narrow = (E, "latent")
+            self.into_decay, self.into_gate = (
+                Linear("td,dc->tc", (D, E), ("embed", "latent"), dtype, modules=[Module(name, (E,))])
+                for name in (*names["into_decay"], *names["into_gate"])
+            )
         self.decay, self.gate = (of_heads(names[key], H, *of_narrow) for key in ("decay", "gate"))
         name = f"{prefix}{part.name}"
         convolved = tuple(Tensor(f"{name}.{each}_conv1d.weight", (K * H, 1, J), (K, H, J)) for each in "qkv")
@@ -63,7 +66,8 @@ class KimiDelta(nnx.Module):
         part, states = self.part, step.states
         assert states is not None, "the step has no states by row"
         qkv_TKC, strength_TK1 = products(self.qkv, runs, step), products(self.strength, runs, step)
-        decay_TKH, gate_TKH = self._decays_and_gates(runs, step)
+        decay_TKH = self._narrowed(self.into_decay, self.decay, runs, step)
+        gate_TKH = self._narrowed(self.into_gate, self.gate, runs, step)
         num_heads, dtype = qkv_TKC.shape[1], qkv_TKC.dtype
         arrays = states.read(self.layer)
         if arrays is None:
@@ -75,15 +79,13 @@ class KimiDelta(nnx.Module):
         out_TKH = (self.norm(out_TKH) * jax.nn.sigmoid(gate_TKH.astype(jnp.float32))).astype(dtype)
         return products_by_run(self.out, out_TKH, runs, step)
 
-    def _decays_and_gates(self, runs: Sequence[Array], step: Step) -> tuple[Array, Array]:
-        """Inputs of the decays of channels and of the gates of outputs, [T, K, H] each."""
-        if self.narrow is None:
-            return products(self.decay, runs, step), products(self.gate, runs, step)
-        narrow = [
-            jnp.split(step.product(self.narrow, x, start), 2, axis=1) for x, start in zip(runs, starts(runs), strict=True)
-        ]
-        of_decays, of_gates = zip(*narrow, strict=True)
-        return products(self.decay, of_decays, step), products(self.gate, of_gates, step)
+    @staticmethod
+    def _narrowed(into: Linear | None, linear: Linear, runs: Sequence[Array], step: Step) -> Array:
+        """Products of all tokens [T, K, H], of the narrow vectors if there are some."""
+        if into is None:
+            return products(linear, runs, step)
+        narrow = [step.product(into, x, start) for x, start in zip(runs, starts(runs), strict=True)]
+        return products(linear, narrow, step)
 
     def _mix(
         self, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows, is_there_T11: Array | None = None

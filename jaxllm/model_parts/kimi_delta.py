@@ -70,7 +70,7 @@ class KimiDeltaAttention:
         if self.narrow_dim is None:
             names |= {"decay": ("f_proj",), "gate": ("g_proj",)}
         else:
-            names |= {"narrow": ("f_a_proj", "g_a_proj"), "decay": ("f_b_proj",), "gate": ("g_b_proj",)}
+            names |= {"into_decay": ("f_a_proj",), "decay": ("f_b_proj",), "into_gate": ("g_a_proj",), "gate": ("g_b_proj",)}
         return {part: tuple(f"{self.name}.{name}" for name in found) for part, found in names.items()}
 
     @property

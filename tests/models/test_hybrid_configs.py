@@ -141,8 +141,11 @@ def test_nemotron(read):
     assert [type(format) for format in stored.formats] == [Fp8, Fp8Experts]
 
 
-def test_kimi_linear(read):
+def test_kimi_linear(read, tmp_path):
     config = read(KIMI)
+    assert load_model_config(tmp_path, quantization="int8").formats, (
+        "modules that decay states stay plain, each a product of its own"
+    )
     linear, *_, latent = (layer.attention for layer in config.layers)
     assert [type(layer.attention) for layer in config.layers] == [KimiDeltaAttention] * 3 + [LatentAttention]
     assert linear.state_shapes == ((3, 384), (128, 128)) and linear.narrow_dim == 128 and linear.lower_bound is None
