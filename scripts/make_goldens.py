@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import ml_dtypes  # noqa: F401  safetensors then reads bfloat16
 import transformers
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedConfig

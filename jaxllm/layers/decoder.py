@@ -13,6 +13,7 @@ from jaxllm.layers.attention import GroupedQueryAttention
 from jaxllm.layers.classifier import ClassifierHead
 from jaxllm.layers.embedding import Embedding, PositionEmbedding
 from jaxllm.layers.gated_delta_net import GatedDelta
+from jaxllm.layers.kimi_delta import KimiDelta
 from jaxllm.layers.latent_attention import MultiHeadLatentAttention
 from jaxllm.layers.lightning import LightningMixer
 from jaxllm.layers.mamba2 import Mamba2Mixer
@@ -23,7 +24,16 @@ from jaxllm.layers.runs import starts
 from jaxllm.layers.short_conv import GatedShortConv
 from jaxllm.layers.step import Adapt, Step
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, GatedDeltaNet, LatentAttention, LightningAttention, Mamba2, MoE, ShortConv
+from jaxllm.model_parts import (
+    Attention,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LatentAttention,
+    LightningAttention,
+    Mamba2,
+    MoE,
+    ShortConv,
+)
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from pallas_kernels.quantize import Sums, scaled
 
@@ -32,11 +42,14 @@ Run = tuple[Array, Any]
 as `Step.add_and_norm` makes it."""
 
 
-AnyMixer = GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | LightningMixer | Mamba2Mixer | GatedShortConv
+AnyMixer = (
+    GroupedQueryAttention | MultiHeadLatentAttention | GatedDelta | KimiDelta | LightningMixer | Mamba2Mixer | GatedShortConv
+)
 _ATTENTION: dict[type, Callable[..., AnyMixer]] = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
     GatedDeltaNet: GatedDelta,
+    KimiDeltaAttention: KimiDelta,
     LightningAttention: LightningMixer,
     Mamba2: Mamba2Mixer,
     ShortConv: GatedShortConv,

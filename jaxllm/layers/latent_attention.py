@@ -12,11 +12,11 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attend import LatentProjection
-from jaxllm.layers.attention import query_factors
+from jaxllm.layers.attention import GATES, query_factors
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.rope import head_order
-from jaxllm.layers.runs import joined, products_by_run, starts
+from jaxllm.layers.runs import joined, products, products_by_run, starts
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.layers.token_indexer import TokenIndexer
@@ -77,6 +77,11 @@ class MultiHeadLatentAttention(nnx.Module):
             return abstract_param(view, ("heads", "head", "latent"), dtype, source=Source((tensor,), 0, (0, 1, 2)))
 
         self.key, self.value = of_heads(0, P), of_heads(P, P + V)
+        self.gate = nnx.data(None)
+        if part.gate is not None:
+            width = 1 if part.gate.by_head else V
+            gate = [Module(name, (N, width)) for name in names["gate"]]
+            self.gate = Linear("td,dnv->tnv", (D, N, width), ("embed", "heads", "head"), dtype, modules=gate)
         self.out = Linear(
             "tnv,nvd->td",
             (N, V, D),
@@ -110,6 +115,9 @@ class MultiHeadLatentAttention(nnx.Module):
         if self.indexer is not None:
             choice["token_scores"] = self.indexer(runs, query_latents, step, (cos_TE, sin_TE))
         out_TNV = step.attend_to_latents(self.layer, projection, scale=part.score_scale, **choice)
+        if self.gate is not None and part.gate is not None:
+            gate_TNV = GATES[part.gate.activation](products(self.gate, runs, step).astype(jnp.float32))
+            out_TNV = out_TNV * gate_TNV.astype(out_TNV.dtype)
         return products_by_run(self.out, out_TNV, runs, step)
 
     def _projected(self, x_TD: Array, step: Step, start: int) -> tuple[Array, Array, Array]:

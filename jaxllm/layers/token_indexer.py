@@ -29,7 +29,7 @@ class TokenIndexer(nnx.Module):
 
     def __init__(self, config: ModelConfig, part: LatentAttention, index: TokenIndex, prefix: str):
         D, X, I, dtype = config.hidden_size, index.num_heads, index.head_dim, config.dtype  # noqa: E741
-        assert part.query_dim is not None, "its queries are made of the latents of queries"
+        assert part.query_dim is not None and part.rope is not None, "its queries are made of the latents of queries, and turn"
         self.rotated_dim = part.rotated_dim
         order = head_order(replace(part.rope, interleaved=index.interleaved), part.rotated_dim)
         self.order = None if order is None else (*order, *range(part.rotated_dim, I))

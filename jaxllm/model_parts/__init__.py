@@ -9,6 +9,7 @@ from jaxllm.model_parts.audio import Audio, AudioTokens, CrossAttentionLayer
 from jaxllm.model_parts.decoder import Head, Layer, Names, Positions, StateMixer, TokenMixer
 from jaxllm.model_parts.encoder import Classifier, ClassifierHidden, Encoder
 from jaxllm.model_parts.gemma4 import Gemma4Layer, PerLayerEmbedding
+from jaxllm.model_parts.kimi_delta import KimiDeltaAttention
 from jaxllm.model_parts.lightning import LightningAttention
 from jaxllm.model_parts.mamba2 import Mamba2
 from jaxllm.model_parts.mlp import MLP, Activation, ExpertActivation, MoE, Routing, Scoring
@@ -32,6 +33,7 @@ __all__ = [
     "GatedDeltaNet",
     "Gemma4Layer",
     "Head",
+    "KimiDeltaAttention",
     "LatentAttention",
     "Layer",
     "LightningAttention",

@@ -169,7 +169,8 @@ class LatentAttention:
     rotated_dim: int
     value_dim: int
     """Values of a head's value."""
-    rope: Rope
+    rope: Rope | None
+    """None: without positions; no value is rotated."""
     score_scale: float
     """Factor of the attention scores."""
     latent_norm: Norm
@@ -180,6 +181,7 @@ class LatentAttention:
     query_scale: QueryScale | None = None
     bias: bool = False
     """Whether the products that give latents, and the output, have biases."""
+    gate: OutputGate | None = None
     top_k: int | None = None
     """Most tokens that a query sees, which are chosen; None: it sees all before it."""
     index: TokenIndex | None = None
@@ -205,6 +207,7 @@ class LatentAttention:
         query, latents = ("q_proj", []) if self.query_dim is None else ("q_b_proj", ["q_a_proj"])
         latents.append("kv_a_proj_with_mqa")
         parts = {"latents": latents, "query": [query], "key_value": ["kv_b_proj"], "out": [self.out]}
+        parts |= {"gate": [self.gate.name]} if self.gate is not None else {}
         if self.index is not None:
             within = self.index.name.removeprefix(f"{self.name}.")
             parts |= {"index_query": [f"{within}.wq_b"], "index_key": [f"{within}.wk"]}

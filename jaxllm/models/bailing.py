@@ -1,17 +1,19 @@
 """Ling 2 and Ring 2, and Sarvam's mixture: each head of q and k is normalised before rotation of a part of it, the experts of DeepSeek-V3.
 Ling 2.5 and 2.6, and such Rings: most layers have lightning attention, the others attention over latents.
+Ling 3: most layers have the linear attention of Kimi Linear, the others attention over latents whose heads have gates.
 
-Sources: arXiv:2510.22115, the Ring 2.5 release.
+Sources: arXiv:2510.22115, the Ring 2.5 and Ling 3 releases.
 """
 
 from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import LightningAttention, MoE, Names, Rope
+from jaxllm.model_parts import KimiDeltaAttention, Layer, LightningAttention, MoE, Names, OutputGate, Rope
 from jaxllm.model_parts.next_token import FINAL_NORM
-from jaxllm.models import deepseek
+from jaxllm.models import deepseek, kimi_linear
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.deepseek_routing import grouped_moe
+from jaxllm.models.qwen3_next import KINDS
 
 NAMES = Names(embedding="model.word_embeddings")
 DEFAULTS = {
@@ -51,6 +53,35 @@ REQUIRED_V2_5 = {
     "full_attention_type": "mla",
     "use_qkv_bias": False,
 }
+OF_TRANSFORMERS_V3 = {**kimi_linear.OF_HUB, "num_experts": "num_experts", "num_shared_experts": "num_shared_experts"}
+DEFAULTS_V3 = {
+    **DEFAULTS,
+    **deepseek.DEFAULTS,
+    "max_position_embeddings": 262144,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 2,
+    "layer_group_size": 6,
+    "rope_theta": 6000000.0,
+    "router_dtype": "fp32",
+}
+REQUIRED_V3 = {
+    "rope_interleave": True,
+    "topk_method": "noaux_tc",
+    "use_qkv_bias": False,
+    "use_mla_nope": False,
+    "no_kda_lora": True,
+    "num_kv_heads_for_linear_attn": 0,
+    "scale_router_input": False,
+    "up_proj_norm": False,
+    "use_nGPT": False,
+    "value_norm": False,
+    "pregate_inference": False,
+}
+GATES_V3 = {"head_wise": True, "element_wise": False}
+"""Whether all values of a head have the same gate, by `gated_attention_proj_granularity_type`."""
+UNQUANTIZED_V3 = ("attention.b_proj", "attention.f_proj")
+"""Exponentials of what these modules give decay the states."""
 REQUIRED = {
     "score_function": "sigmoid",
     "scoring_func": "sigmoid",
@@ -109,11 +140,64 @@ def read_v2_5(c: ConfigReader) -> ModelConfig:
     # A part of the heads of linear attention turns, and all rotated values of attention over latents.
     latent_rope = replace(rope, rotary_dim=None, interleaved=True)
     latent = deepseek.attention(c, latent_rope, name="attention", out="dense", eps=c.number("rms_norm_eps"))
-    every, num_layers = c.integer("layer_group_size"), c.num_layers
-    is_full = [(i + 1) % every == 0 or i >= num_layers // every * every for i in range(num_layers)]
-    mixers = (latent if full else _lightning(c, rope, layer) for layer, full in enumerate(is_full))
+    mixers = (latent if _is_full(c, layer) else _lightning(c, rope, layer) for layer in range(c.num_layers))
     layers = [c.pre_norm_layer(mixer, c.mlp()) for mixer in mixers]
     return c.decoder(c.with_experts(layers, _moe(c)), max_position, names=NAMES, next_token=FINAL_NORM)
+
+
+def read_v3(c: ConfigReader) -> ModelConfig:
+    """Ling 3."""
+    given = {theirs: c.raw[ours] for ours, theirs in OF_TRANSFORMERS_V3.items() if ours in c.raw}
+    c = _by_names_of_transformers(c.with_defaults(**{**DEFAULTS_V3, **given}))
+    for name, value in REQUIRED_V3.items():
+        c.refuse_unless(name, value)
+    # All rotated values of attention over latents turn, whatever partial_rotary_factor is.
+    rope, max_position = c.positions()
+    rope = replace(rope, rotary_dim=None, interleaved=True)
+    granularity = c.raw.get("gated_attention_proj_granularity_type", "head_wise")
+    c.refuse_unless("gated_attention_proj_granularity_type", *GATES_V3)
+    gate = OutputGate("g_proj", "sigmoid", by_head=GATES_V3.get(str(granularity), True))
+    latent = deepseek.attention(c, rope, name="attention", out="dense", eps=c.number("rms_norm_eps"), gate=gate)
+    kinds = c.layer_kinds(KINDS, lambda layer: not _is_full(c, layer))
+    linear = _kimi_delta(c)
+    layers = [c.pre_norm_layer(linear if is_linear else latent, c.mlp()) for is_linear in kinds]
+    names = replace(NAMES, unquantized=UNQUANTIZED_V3)
+    layers = _with_limits(c, c.with_experts(layers, _moe(c)))
+    return c.decoder(layers, max_position, names=names, next_token=FINAL_NORM)
+
+
+def _with_limits(c: ConfigReader, layers: list[Layer]) -> list[Layer]:
+    """With the limits that the activations of experts have in some layers, as vLLM computes them. transformers does not."""
+    limits = zip(c.limits("expert_swiglu_limit_list"), c.limits("share_expert_swiglu_limit_list"), strict=True)
+    found = []
+    for layer, (limit, shared_limit) in zip(layers, limits, strict=True):
+        if isinstance(layer.mlp, MoE):
+            shared = layer.mlp.shared and replace(layer.mlp.shared, clamp=shared_limit)
+            layer = replace(layer, mlp=replace(layer.mlp, clamp=limit, shared=shared))
+        found.append(layer)
+    return found
+
+
+def _is_full(c: ConfigReader, layer: int) -> bool:
+    """Whether a layer has attention over latents: the last of each group, and those behind the last whole group."""
+    every = c.integer("layer_group_size")
+    return (layer + 1) % every == 0 or layer >= c.num_layers // every * every
+
+
+def _kimi_delta(c: ConfigReader) -> KimiDeltaAttention:
+    bound = c.raw.get("kda_lower_bound", -5.0)
+    if not isinstance(bound, (int, float)) or not -1e4 < bound < 0:
+        c.faults.append(f"kda_lower_bound is {bound!r}, must be a negative number")
+        bound = -5.0
+    return kimi_linear.linear_attention(
+        c,
+        c.integer("num_attention_heads"),
+        c.integer("linear_head_dim", c.head_dim),
+        c.integer("short_conv_kernel_size", 4),
+        "attention.o_norm",
+        lower_bound=float(bound) if c.boolean("kda_safe_gate", True) else None,
+        name="attention",
+    )
 
 
 def _lightning(c: ConfigReader, rope: Rope, layer: int) -> LightningAttention:

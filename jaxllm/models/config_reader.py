@@ -201,6 +201,17 @@ class ConfigReader:
             return [otherwise] * self.num_layers
         return given
 
+    def limits(self, name: str) -> list[float | None]:
+        """The number of each layer in the list of this name, which further layers may follow; 0 and null are none."""
+        given, num_layers = self._value(name), self.num_layers
+        if not given:
+            return [None] * num_layers
+        is_right = isinstance(given, list) and len(given) >= num_layers
+        if not is_right or not all(value is None or (type(value) in (int, float) and 0 <= value < 1e30) for value in given):
+            self.faults.append(f"{name} is {given!r}, must be a list of {num_layers} numbers, none negative")
+            return [None] * num_layers
+        return [float(value) if value else None for value in given[:num_layers]]
+
     def with_experts(self, layers: list[Layer], moe: MoE) -> list[Layer]:
         """Layers with experts where mlp_layer_types says so, or else in all behind the first first_k_dense_replace."""
         num_dense = self.count("first_k_dense_replace")

@@ -146,13 +146,13 @@ def decoder(
 
 
 def attention(
-    c: ConfigReader, rope: Rope, *, name: str = "self_attn", eps: float = LATENT_EPS, **fields: Any
+    c: ConfigReader, rope: Rope | None, *, name: str = "self_attn", eps: float = LATENT_EPS, **fields: Any
 ) -> LatentAttention:
-    """Attention over latents. eps: of the norms of latents. fields: of the part."""
+    """Attention over latents. rope: None for one without positions. eps: of the norms of latents. fields: of the part."""
     plain, rotated = c.integer("qk_nope_head_dim"), c.integer("qk_rope_head_dim")
     if rotated % 2:
         c.faults.append(f"qk_rope_head_dim is {rotated}, must be even")
-    if rope.rotary_dim not in (None, rotated):
+    if rope is not None and rope.rotary_dim not in (None, rotated):
         c.faults.append(f"partial_rotary_factor rotates {rope.rotary_dim} values, supported: all {rotated} of qk_rope_head_dim")
     query_dim = c.integer_or_none("q_lora_rank")
     return LatentAttention(
@@ -172,9 +172,9 @@ def attention(
     )
 
 
-def _magnitude(c: ConfigReader, rope: Rope) -> float:
+def _magnitude(c: ConfigReader, rope: Rope | None) -> float:
     """Yarn's factor of all values of queries and keys, of which cosine and sine have what mscale adds to it."""
     given = c.within("rope_scaling" if c.raw.get("rope_scaling") else "rope_parameters")
-    if rope.kind == "default" or not given.raw.get("mscale_all_dim"):
+    if rope is None or rope.kind == "default" or not given.raw.get("mscale_all_dim"):
         return 1.0
     return yarn_magnitude(rope.factor, given.number("mscale_all_dim"))

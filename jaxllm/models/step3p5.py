@@ -68,7 +68,7 @@ def read(c: ConfigReader) -> ModelConfig:
     windowed = c.layer_kinds(WINDOWED, lambda layer: False)
     ropes = {on: _rope(c, windowed, on) for on in dict.fromkeys(windowed)}
     attentions = {on: _attention(c, rope, on) for on, (rope, _) in ropes.items()}
-    limits, shared_limits = _limits(c, "swiglu_limits"), _limits(c, "swiglu_limits_shared")
+    limits, shared_limits = c.limits("swiglu_limits"), c.limits("swiglu_limits_shared")
     layers = []
     for i, is_sparse in enumerate(_sparse_layers(c)):
         mlp = _moe(c, limits[i], shared_limits[i]) if is_sparse else replace(c.mlp(), clamp=shared_limits[i])
@@ -137,18 +137,6 @@ def _moe(c: ConfigReader, clamp: float | None, shared_clamp: float | None) -> Mo
     shared = MLP(c.integer("share_expert_dim"), c.activation(), clamp=shared_clamp, name="share_expert")
     moe = c.moe(routing, c.integer("moe_intermediate_size"), shared=shared, name="moe")
     return replace(moe, clamp=clamp, gate_up=("gate_proj", "up_proj"), down="down_proj")
-
-
-def _limits(c: ConfigReader, name: str) -> list[float | None]:
-    """The clamp of each layer; 0 and null are none."""
-    given = c.raw.get(name)
-    if not given:
-        return [None] * c.num_layers
-    is_right = isinstance(given, list) and len(given) == c.num_layers
-    if not is_right or not all(value is None or (type(value) in (int, float) and 0 <= value < 1e30) for value in given):
-        c.faults.append(f"{name} is {given!r}, must be a list of {c.num_layers} numbers, none negative")
-        return [None] * c.num_layers
-    return [float(value) if value else None for value in given]
 
 
 def _sparse_layers(c: ConfigReader) -> tuple[bool, ...]:

@@ -8,6 +8,7 @@ from transformers import (
     AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
+    BailingHybridConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -40,6 +41,7 @@ from transformers import (
     HyperCLOVAXConfig,
     HYV3Config,
     Jais2Config,
+    KimiLinearConfig,
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -528,6 +530,26 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         topk_group=2,
         use_cache=False,
     ),
+    "kimi_linear": KimiLinearConfig(
+        **LATENT,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+    ),
+    "ling_3": BailingHybridConfig(
+        **LATENT,
+        q_lora_rank=24,
+        layer_group_size=2,
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        num_mtp_layers=0,
+    ),
     "hunyuan_v1_dense": HunYuanDenseV1Config(
         **WIDE,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0},
@@ -694,6 +716,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 
 ARCHITECTURES = {
     "sarvam_moe": "SarvamMoEForCausalLM",
+    "bailing_hybrid": "BailingMoeV3ForCausalLM",
     "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM",
     "plamo3": "Plamo3ForCausalLM",
 }
@@ -722,4 +745,9 @@ def model_class_of(config: PreTrainedConfig) -> Any:
 
 def published(config: PreTrainedConfig) -> Callable[[unlike.Tensors], unlike.Tensors] | None:
     """Function from a model's saved tensors to those of a checkpoint on the hub; None: they are the same."""
-    return {"bailing_moe_v2_5": unlike.published_ling, "plamo3": unlike.published_plamo}.get(config.model_type)
+    return {
+        "bailing_hybrid": unlike.published_ling_3,
+        "bailing_moe_v2_5": unlike.published_ling,
+        "kimi_linear": unlike.published_kimi,
+        "plamo3": unlike.published_plamo,
+    }.get(config.model_type)

@@ -61,6 +61,18 @@ def published_plamo(tensors: Tensors) -> Tensors:
     return found
 
 
+def published_kimi(tensors: Tensors) -> Tensors:
+    """The tensors of a Kimi Linear as the hub has them: transformers saves dense MLPs by the name of mixtures."""
+    return {re.sub(r"block_sparse_moe\.(?=\w+_proj\.)", "mlp.", name): value for name, value in tensors.items()}
+
+
+def published_ling_3(tensors: Tensors) -> Tensors:
+    """The tensors of a Ling 3 as the hub has them: transformers saves the output of linear attention by the name of the other one's."""
+    linear = {name.removesuffix("A_log") for name in tensors if name.endswith(".A_log")}
+    outputs = {f"{prefix}dense.weight": f"{prefix}o_proj.weight" for prefix in linear}
+    return {outputs.get(name, name): value for name, value in tensors.items()}
+
+
 def published_ling(tensors: Tensors) -> Tensors:
     """The tensors of `ling_model.Ling` as a checkpoint has them."""
     return {_name_on_hub(name): value for name, value in tensors.items()}

@@ -119,7 +119,8 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "minicpmv": _MARKED,
     "minimax_m2": _IMPLIED,
     "minimax_m2_append_think": replace(_IMPLIED, in_content=True),
-    "minimax_m3": ReasoningDialect(("<mm:think>",), ("</mm:think>",)),
+    # An answer without thoughts begins with the marker that closes them.
+    "minimax_m3": ReasoningDialect(("<mm:think>",), ("</mm:think>",), answer_start=("</mm:think>",)),
     "mistral": ReasoningDialect(*_MISTRAL),
     "nano_v3": _EXPECTED,
     "nemotron_v3": _EXPECTED,

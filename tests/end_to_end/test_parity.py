@@ -146,6 +146,15 @@ def test_other_engines(name, options):
         ("llama4", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}),  # three chunks
         ("step3p7", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 24}),
         (
+            "kimi_linear",
+            {
+                "tensor_parallel_size": 2,
+                "max_num_batched_tokens": 16,
+                "num_gpu_blocks_override": 14,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+        ),
+        (
             "ling_2_5",
             {
                 "tensor_parallel_size": 2,

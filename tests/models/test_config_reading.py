@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxllm.errors import ConfigError, ModelLoadError
-from jaxllm.model_parts import Mamba2, MoE
+from jaxllm.model_parts import KimiDeltaAttention, Mamba2, MoE
 from jaxllm.models.load_config import load_model_config
 from jaxllm.models.registry import FAMILIES
 from scripts.make_encoder_goldens import VARIANTS as ENCODERS
@@ -38,6 +38,9 @@ def test_numbers_of_a_variant(tmp_path, name):
             continue
         if isinstance(part, Mamba2):
             assert part.num_heads == (getattr(config, "mamba_n_heads", None) or config.mamba_num_heads)
+            continue
+        if isinstance(part, KimiDeltaAttention):
+            assert (part.num_heads, part.head_dim) == (config.linear_num_heads, config.linear_head_dim)
             continue
         if kind == "linear_attention":
             assert (part.num_key_heads, part.num_value_heads) == (config.linear_num_key_heads, config.linear_num_value_heads)

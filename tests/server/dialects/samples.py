@@ -360,6 +360,15 @@ SAMPLES = {
         f'{M3}<tool_call>{M3}<invoke name="run">{M3}<options>{M3}<a>1{M3}</a>{M3}<a>b{M3}</a>{M3}</options>{M3}</invoke>{M3}</tool_call>',
         ("run", '{"options": {"a": [1, "b"]}}'),
     ),
+    "minimax m3, as its chat template writes it": Sample(
+        "minimax_m3",
+        "minimax_m3",
+        f'<mm:think>Hm.</mm:think>I look.{M3}<tool_call>\n{M3}<invoke name="get_weather">{M3}<city>Paris{M3}</city>{M3}<days>3{M3}</days>'
+        f'{M3}</invoke>\n{M3}<invoke name="run">{M3}<options>{M3}<deep>{M3}<item>1{M3}</item>{M3}<item>{M3}<x>2.5{M3}</x>{M3}</item>'
+        f"{M3}</deep>{M3}</options>{M3}<dry>true{M3}</dry>{M3}</invoke>\n{M3}</tool_call>",
+        Message("I look.", "Hm.", [PARIS, ("run", '{"options": {"deep": [1, {"x": 2.5}]}, "dry": true}')]),
+    ),
+    "minimax m3 does not think": thoughts_in("minimax_m3", "</mm:think>Yes.", "", "Yes."),
     "minimax m3 thinks": thoughts_in("minimax_m3", "<mm:think>Hm.</mm:think>Yes.", "Hm.", "Yes."),
     "kimi k3": Sample(
         "kimi_k3",
@@ -383,6 +392,16 @@ SAMPLES = {
         "kimi_k3",
         "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|><|close|>message<|sep|>",
         Message("Yes.", "Hm."),
+    ),
+    "kimi k3, as its chat template writes it": Sample(
+        "kimi_k3",
+        "kimi_k3",
+        'Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="get_weather" '
+        'index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|><|open|>argument key="days" '
+        'type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="get_time" index="2"<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|><|close|>message<|sep|>",
+        Message("I look.", "Hm.", [PARIS, TIME]),
+        {"prompt_text": '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'},
     ),
     "kimi k3, json": calls_in(
         "kimi_k3",
