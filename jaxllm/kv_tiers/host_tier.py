@@ -195,6 +195,10 @@ class HostTier:
             if (content := self.contents.get(name)) is not None:
                 content.is_wrong = True
                 self.contents.remove(content)
+        wrong = set(names)
+        for part in (*self._parts_that_read(), *self._parts_on_devices()):  # the slots of these may have other contents by now
+            for content in part.contents:
+                content.is_wrong |= content.name in wrong
         self._stores.discard(names)
 
     def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
@@ -391,6 +395,10 @@ class HostTier:
         """The parts of loads whose slots copies read, or will."""
         return [*(part for load in self._loads.values() for part in load.waiting), *self._staging_parts.values()]
 
+    def _parts_on_devices(self) -> list[Part]:
+        """The parts of loads that are staged, whose slots nothing reads any more."""
+        return [*(part for load in self._loads.values() for part in load.staged), *self._writing.values()]
+
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, buffers and copies disagree."""
         used = self._lasting_uses()
@@ -400,6 +408,5 @@ class HostTier:
                 used[content] += 1
         self.contents.check_integrity(used)
         buffers = [store.staging for store in self._gathering.values()]
-        buffers += [part.staging for of_loads in (self._staging_parts, self._writing) for part in of_loads.values()]
-        buffers += [part.staging for load in self._loads.values() for part in load.staged]
+        buffers += [part.staging for part in (*self._staging_parts.values(), *self._parts_on_devices())]
         assert sorted([*self._free_staging, *buffers]) == list(range(self._copies.num_staging)), "a staging buffer is lost"

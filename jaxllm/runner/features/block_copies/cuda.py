@@ -30,7 +30,7 @@ _REGISTERED_BYTES = 64 << 30
 _LENT_BYTES = 64 << 20
 """As much of another process's memory: steps and copies go on meanwhile, and wait for each call."""
 _LENT_SHARE = 0.2
-"""Largest part of the time that such calls take. Without a pause between them one begins as soon as another ends, and steps wait for all."""
+"""Largest part of the time that such calls take. Without pauses between them one begins as soon as another ends, and steps wait for all."""
 _MAX_TRIED_BYTES = 1 << 30
 """A larger limit of locked memory is not tried: that would take long."""
 _PORTABLE = 1
