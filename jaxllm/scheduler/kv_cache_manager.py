@@ -408,7 +408,7 @@ class KVCacheManager:
     def _keep(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
         """Store blocks of a request that another engine continues."""
         if self.loading is not None and request.is_kept_for_decode:
-            self.loading.keep([block.block_hash for block in blocks if block.block_hash is not None])
+            self.loading.keeping.keep([block.block_hash for block in blocks if block.block_hash is not None])
 
     def reset_prefix_cache(self) -> bool:
         """Discard all cached content. Does nothing and returns False while any request holds blocks."""

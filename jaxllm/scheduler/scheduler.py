@@ -258,9 +258,9 @@ class Scheduler:
         request.status = status
         if request.is_kept_for_decode and self.cache_manager.loading is not None:
             if status in _COMPLETED:
-                request.kv_transfer_params = self.cache_manager.loading.hand_over(request)
+                request.kv_transfer_params = self.cache_manager.loading.keeping.hand_over(request)
             else:
-                self.cache_manager.loading.withdraw(request)
+                self.cache_manager.loading.keeping.withdraw(request)
         self.waiting.note_end(request)
         self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
@@ -284,7 +284,7 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether any request runs or waits, or steps must store blocks of one that has ended."""
         loading = self.cache_manager.loading
-        return len(self.requests) > len(self.held) or (loading is not None and loading.is_keeping)
+        return len(self.requests) > len(self.held) or (loading is not None and loading.keeping.is_keeping)
 
     @property
     def finished_ids(self) -> list[str]:
@@ -678,7 +678,7 @@ class Scheduler:
             if result.errors or result.not_finite:
                 self._discard_failed(shares, result)
             if self.cache_manager.loading is not None:
-                outputs += self.cache_manager.loading.announce(request for request, _, _ in shares)
+                outputs += self.cache_manager.loading.keeping.announce(request for request, _, _ in shares)
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
