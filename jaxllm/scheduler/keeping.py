@@ -38,7 +38,7 @@ class Keeping:
         ]
 
     def _announce(self, request: Request) -> dict[str, Any] | None:
-        """What an engine is to be sent that is to continue a prompt; None: no tier keeps it."""
+        """The parameters for the engine that continues a prompt; None: no tier keeps it."""
         manager = self._manager
         request.is_announced = True
         num_blocks = manager.num_blocks_of_prompt(request)

@@ -25,8 +25,8 @@ def readers_of_unwritten(
 
 
 def readers_of_wrong(result: ModelRunnerOutput, shares: Iterable[Share]) -> set[Request]:
-    """The requests of a step that drew NaN and had found blocks, which may be why: whoever computed these may have ended before it learnt
-    that they are wrong, or before it could tell. Each request once. shares: of the step."""
+    """The requests of a step that drew NaN and had found blocks, which may be why: the request that computed these may have ended before
+    the fault was seen, and so may another engine before it could report it. Each request once. shares: of the step."""
     return {
         request
         for request, _, row in shares

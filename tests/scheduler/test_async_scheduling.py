@@ -235,7 +235,7 @@ def test_nothing_is_found_that_a_request_computed_which_fails_after_it_left_its_
 
 @pytest.mark.parametrize("num_bad", [1, 2])
 def test_a_request_that_draws_nan_behind_what_it_found_computes_that_once(num_bad):
-    """Who computed it may have ended before it learnt that it was wrong. Others with it are not concerned."""
+    """The request that computed them may have ended before the fault was seen. Other requests of the step go on."""
     first = make_request("first", [1] * 32, max_tokens=1)
     engine = engine_of(first, max_num_batched_tokens=64)
     engine.run()

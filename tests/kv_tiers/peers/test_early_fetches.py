@@ -217,7 +217,7 @@ def test_what_does_not_come_is_computed_or_fails(pair: Pair, fault: str) -> None
 
 
 def poison(pair: Pair) -> None:
-    """What the prefill engine keeps is NaN, as it was computed: its checksums are right."""
+    """Contents of the prefill engine are NaN, with right checksums: it computed them so."""
     arena = pair.prefill.core.runner.op_runner(GatherBlocks).arena
     for slot in [slot for lease in pair.leases._leases.values() if not lease.is_over for slot in lease.slots.values()]:
         arena.words[slot] = 0x7FC07FC0

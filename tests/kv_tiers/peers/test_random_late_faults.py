@@ -23,7 +23,7 @@ from tests.scheduler import test_random_schedules
 
 BLOCK = 4
 NAN = MISLED
-"""What is written behind it is NaN too."""
+"""Rows that read it write the same."""
 CHOICES = {name: values for name, values in {**OTHERS, **HOST_CHOICES}.items() if name not in ("item_sizes", "share_rowless")}
 CHOICES |= {"num_blocks": [13, 30, 60], "num_slots": [4, 15, 60]}
 CHOICES["stores"] = [{}, {"lends": True}, {"share_lost": 0.1, "share_damaged": 0.1}, {"lends": True, "share_damaged": 0.2}]
@@ -34,7 +34,7 @@ class Lease:
     """The contents of a prompt."""
 
     coming: dict[bytes, Any]
-    """Those that are still computed, in order."""
+    """Contents that are still being computed, in order."""
     is_nan: bool
     stored: list[bytes] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class Prefills(FakeStore):
         super().__init__(rng, slots, writes=False, **arguments)
         self.leases: list[Lease] = []
         self.told: set[bytes] = set()
-        """What was told to be wrong. Nothing is known once a prefill engine could not tell: who reads that writes NaN too."""
+        """Names of contents that were withdrawn as wrong. Not checked once a prefill engine has ended first: readers write NaN then."""
         self.counts: Counter[str] = Counter()
 
     def open(self, request: Request, manager: KVCacheManager) -> None:
@@ -72,7 +72,7 @@ class Prefills(FakeStore):
         return [name for name in names if name in coming and name not in self.contents]
 
     def grow(self, scheduler: Scheduler) -> None:
-        """Between two steps a content may come, or what a decode engine is told about them."""
+        """Between two steps: a content of each lease may come, all may be withdrawn as wrong, or the prefill engine may end."""
         for lease in list(self.leases):
             chance = self.rng.random()
             if chance < 0.5 and (len(lease.coming) > 1 or (lease.coming and not lease.is_nan)):
