@@ -62,9 +62,11 @@ class Sizes:
     seconds: float = 5.0
     repeats: int = 4
     host_gib: float = 24.0
+    locking_seconds: float = 15.0
+    """In which the decode engine locks the memory of the other one, from the first fetch on; see docs/PREFILL_DECODE.md."""
 
 
-TINY = Sizes(1000, (512, 2048), 512, (16, 600), 4, 3.0, 4, 0.25)
+TINY = Sizes(1000, (512, 2048), 512, (16, 600), 4, 3.0, 4, 0.25, 0.5)
 
 
 def run_engine(role: str, gpu: int, pipe: Connection, options: dict[str, Any]) -> None:
@@ -202,6 +204,8 @@ def _most(request: EngineCoreRequest) -> int:
 def measure(router: Router, rows: Rows) -> None:
     """All parts."""
     sizes = router.sizes
+    router.first_ms(sizes.first[0], WAYS[1])
+    time.sleep(sizes.locking_seconds)
     for length in sizes.first:
         found: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(sizes.repeats + 1):

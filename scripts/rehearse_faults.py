@@ -230,9 +230,29 @@ async def prefill_killed_in_first_legs(server: RehearsedServer, row: Row) -> Non
 async def prefill_killed_in_pulls(server: RehearsedServer, row: Row) -> None:
     since, answers = await prefill_lost(server, row, "kv_leases")
     async with ServerClient(server.url) as client:
-        failures = [await metric(client, "kv_pull_failures_total", rank) for rank in (1, 2)]
-    row.expect(any(failures), "no blocks were being fetched")
+        row.expect(await of_decode_engines(client, "kv_pull_failures_total") > 0, "no blocks were being fetched")
     await two_roles_again(server, row, since, answers)
+
+
+async def prefill_killed_in_early_fetches(server: RehearsedServer, row: Row) -> None:
+    """Decode engines have a part of the blocks of prompts that are being computed."""
+    load, answers = await mixed_load(server, "kv_leases", 0)
+    async with ServerClient(server.url) as client:
+        before = await of_decode_engines(client, "kv_pull_bytes_total")
+        while await of_decode_engines(client, "kv_pull_bytes_total") <= before:
+            await asyncio.sleep(0.01)
+        row.expect(await metric(client, "num_requests_running", 0) > 0, "no prompt was being computed")
+        since = time.monotonic()
+        os.kill(min(server.pids("engine.process")), signal.SIGKILL)  # the first that was started
+        counts = await outcomes(row, load, [WHOLE, LEFT])
+        row.expect(counts[LEFT] > 0, "no client left")
+        row.expect(await of_decode_engines(client, "kv_pull_failures_total") > 0, "no blocks were being fetched")
+    await two_roles_again(server, row, since, answers)
+
+
+async def of_decode_engines(client: ServerClient, name: str) -> float:
+    """The sum of a metric over both."""
+    return sum([await metric(client, name, rank) for rank in (1, 2)])
 
 
 async def prefill_lost(server: RehearsedServer, row: Row, gauge: str) -> tuple[float, list[Answer]]:
@@ -510,6 +530,11 @@ FAULTS = {
         prefill_killed_in_pulls,
         TWO_ROLES,
         "kv.pull:1-:hang=1,kv.locate:1-:hang=1",
+    ),
+    "prefill-early": Fault(
+        "kill -9 of the prefill engine while others fetch the first blocks of prompts that it computes",
+        prefill_killed_in_early_fetches,
+        TWO_ROLES,
     ),
     "decode": Fault("kill -9 of one of 2 decode engines", decode_killed, TWO_ROLES),
     "remote-replica": Fault("kill -9 of the replica on host 1 of 2", remote_replica_killed, ON_TWO_HOSTS, has_other_host=True),

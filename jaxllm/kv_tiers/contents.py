@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
@@ -169,6 +169,11 @@ class Contents:
         """A copy no longer uses the slot."""
         content.num_uses -= 1
         self._free_unused(content)
+
+    def release_all(self, contents: Iterable[Content]) -> None:
+        """See `release`."""
+        for content in contents:
+            self.release(content)
 
     def remove(self, content: Content) -> None:
         """Find a content no more."""

@@ -5,14 +5,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks
 from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
-from jaxllm.kv_tiers.copies import Copies, Load, Part, StoreCopy, Worth
+from jaxllm.kv_tiers.copies import Copies, StoreCopy, Worth
 from jaxllm.kv_tiers.copy_counts import CopyCounts, LostBlocks
-from jaxllm.kv_tiers.copy_pace import CopyPace
+from jaxllm.kv_tiers.loads import Loads
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_tiers.stores import Stores
-from jaxllm.log import logger
 from jaxllm.observations import COPY_BLOCKS, Observations
 from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler.cache_tier import NOTHING, TierStep
@@ -28,7 +27,6 @@ READ_AHEAD_SHARE = 1 / 2
 """Largest part of the slots for what a load will want of stores."""
 PATIENCE_SECONDS = 10.0
 """A load that takes longer counts as failed."""
-_OF_LOADS = (StageBlocks, ScatterBlocks)
 _SOURCE = "host"
 """See CacheTier.sources."""
 
@@ -70,19 +68,12 @@ class HostTier:
         """Stores whose copy is under way, by its number."""
         self._stored: deque[StoreCopy] = deque()
         """Stores whose copy is over and whose step may not be done."""
-        self._loads: dict[int, Load] = {}
-        self._staging_parts: dict[int, Part] = {}
-        """Parts of loads, also of cancelled ones, that are copied to a staging buffer, by the number of the copy."""
-        self._writing: dict[int, Part] = {}
-        """Parts of loads whose blocks are written, by the number of the copy."""
+        self._loads = Loads(copies, worth, self.contents, self._stores, self._numbers, self._free_staging)
         self._over: list[FinishedCopy] = []
         """Copies that are over and not processed. One that failed stays while its step is not done."""
         self._step_id = self._done_step_id = 0
-        self._pace = CopyPace(copies.max_blocks)
-        self._most_copied: int | None = None
-        """Most blocks that the step which is being planned stages, and most that it writes, unless one part has more; None: any number."""
-        self._num_stored = self._num_loaded = self._num_damaged = 0
-        self._stores_counted, self._loads_counted, self._lost = CopyCounts(), CopyCounts(), LostBlocks()
+        self._num_stored = 0
+        self._stores_counted, self._lost = CopyCounts(), LostBlocks()
         self._allocated = Observations(COPY_BLOCKS)
 
     # See CacheTier
@@ -123,34 +114,10 @@ class HostTier:
         return [behind[name].name if name in behind else here.get(name) or _SOURCE for name in names]
 
     def load(self, block_ids: Sequence[int], names: Sequence[bytes]) -> int:
-        number, size = next(self._numbers), self._copies.max_blocks
-        load = self._loads[number] = Load(number, [False] * len(names), 0)
-        found = {name: content for name in names if (content := self.contents.get(name)) is not None}
-        for content in found.values():  # before others need slots
-            self.contents.use(content)
-        self._stores.read([name for name in names if name not in found])
-        for name in names:
-            if name not in found and (content := self.contents.get(name)) is not None:
-                self.contents.use(content)
-                found[name] = content
-        # What is here first. There may be no slot for all that is not.
-        indices = sorted(
-            (index for index, name in enumerate(names) if name in found), key=lambda i: found[names[i]].is_being_read
-        )
-        for start in range(0, len(indices), size):
-            part = indices[start : start + size]
-            load.waiting.append(Part(load, part, [block_ids[i] for i in part], [found[names[i]] for i in part]))
-        for content in found.values():
-            content.read_from = None
-        load.num_left = len(load.waiting)
-        return number
+        return self._loads.begin(block_ids, names)
 
     def cancel(self, load_id: int) -> None:
-        load = self._loads.pop(load_id)
-        load.is_cancelled = True
-        for part in load.waiting:
-            self._release(part.contents)
-        self._free_staging += [part.staging for part in load.staged]
+        self._loads.cancel(load_id)
 
     def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
         ops, num_left = self._store(block_ids, names, used)
@@ -195,11 +162,12 @@ class HostTier:
             if (content := self.contents.get(name)) is not None:
                 content.is_wrong = True
                 self.contents.remove(content)
+        self._loads.mark_wrong(set(names))
         self._stores.discard(names)
 
     def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        self._most_copied = self._pace.most if decodes and self._loads else None
+        self._loads.begin_step(step_id, decodes=decodes)
         if over := [*self._over, *self._copies.finished()]:
             self._over = []
             for copy in over:
@@ -209,15 +177,10 @@ class HostTier:
         if self._has_stores:
             self._stores.take_in()
             self._stores.write_ahead()
-        if not self._loads:
-            return NOTHING
-        loaded = [(load.number, load.is_right) for load in self._loads.values() if not load.num_left]
-        for number, _ in loaded:
-            del self._loads[number]
-        return TierStep(self._scatters(), loaded)
+        return self._loads.go_on() if self._loads.under_way else NOTHING
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
-        return self._stages()
+        return self._loads.stages()
 
     def wait_for_stores(self, num_tokens: int) -> None:
         if not self._gathering:
@@ -237,35 +200,31 @@ class HostTier:
         self._worth.note_step(num_tokens, seconds)
 
     def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
-        counts = (
-            len(op.slots) if isinstance(op, StageBlocks) else len(op.block_ids) for op in ops if isinstance(op, _OF_LOADS)
-        )
-        self._pace.note(sum(counts), seconds)
+        self._loads.note_decodes(ops, seconds)
 
     def forget(self, *, stored: bool, external: bool = False) -> None:
         if stored:
             # Copies under way end as they would, so their slots and buffers stay in use.
-            for load_id in list(self._loads):
-                self.cancel(load_id)
+            self._loads.cancel_all()
             self.contents.clear()
             self._stores.reset(external=external)
             return
         # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew. Stores go on.
-        for copies in (self._gathering, self._stored, self._loads, self._staging_parts, self._writing):
+        for copies in (self._gathering, self._stored, self._over):
             copies.clear()
-        self._over.clear()
+        self._loads.clear()
         self.contents.end_uses(but=self._lasting_uses())
-        self._free_staging = list(range(self._copies.num_staging))
+        self._free_staging[:] = range(self._copies.num_staging)
 
     def add_stats(self, stats: SchedulerStats) -> None:
         stats.num_host_slots += self.contents.num_slots
         stats.num_used_host_slots += len(self.contents)
         stats.num_stored_blocks += self._num_stored
-        stats.num_loaded_blocks += self._num_loaded
+        stats.num_loaded_blocks += self._loads.num_loaded
         stats.num_skipped_stores += self._lost.num_without_slot + self._lost.num_without_buffer
         stats.num_skipped_for_slots += self._lost.num_without_slot
-        stats.num_damaged_blocks += self._num_damaged
-        stores, loads = self._stores_counted, self._loads_counted
+        stats.num_damaged_blocks += self._loads.num_damaged
+        stores, loads = self._stores_counted, self._loads.counted
         stats.stored_bytes, stats.loaded_bytes = int(stores.bytes.sum), int(loads.bytes.sum)
         stats.store_seconds, stats.load_seconds = stores.seconds.sum, loads.seconds.sum
         stats.store_byte_counts, stats.load_byte_counts = tuple(stores.bytes.counts), tuple(loads.bytes.counts)
@@ -273,7 +232,7 @@ class HostTier:
         stats.host_block_counts, stats.num_allocated_host_slots = tuple(self._allocated.counts), int(self._allocated.sum)
         stats.host_block_bytes = self._copies.block_bytes
         stats.num_written_host_slots = sum(len(store.contents) for store in (*self._gathering.values(), *self._stored))
-        stats.num_read_host_slots = sum(len(part.contents) for part in self._parts_that_read())
+        stats.num_read_host_slots = sum(len(part.contents) for part in self._loads.parts_that_read())
         self._stores.add_stats(stats)
 
     def close(self) -> None:
@@ -298,11 +257,11 @@ class HostTier:
         """A copy is over. Raises its error; those of copies that are forgotten came with the failure of a step."""
         number = copy.number
         if copy.error is not None:
-            planned = self._gathering.get(number) or self._writing.get(number)
+            planned = self._gathering.get(number) or self._loads.writing.get(number)
             if planned is not None and planned.step_id > self._done_step_id:
                 # An earlier step may be why. It says so itself, and with that which requests it had.
                 self._over.append(copy)
-            elif planned is not None or number in self._staging_parts:
+            elif planned is not None or number in self._loads.staging:
                 raise copy.error
         elif (store := self._gathering.pop(number, None)) is not None:
             self._free_staging.append(store.staging)
@@ -311,95 +270,25 @@ class HostTier:
             # Both directions are as fast. Were loads alone noted, a few slow ones would end all for ever.
             self._worth.note_copy(len(store.contents), copy.seconds)
             self._stores_counted.note(len(store.contents) * self._copies.block_bytes, copy.seconds)
-        elif (part := self._staging_parts.pop(number, None)) is not None:
-            self._release(part.contents)
-            self._worth.note_copy(len(part.contents), copy.seconds)
-            self._loads_counted.note(len(part.contents) * self._copies.block_bytes, copy.seconds)
-            if part.load.is_cancelled:
-                self._free_staging.append(part.staging)
-            else:
-                part.load.staged.append(part)
-        elif (part := self._writing.pop(number, None)) is not None:
-            self._free_staging.append(part.staging)
-            self._end_part(part, copy.is_right)
-
-    def _end_part(self, part: Part, is_right: Sequence[bool]) -> None:
-        """The blocks of a part are written, those whose content is right."""
-        damaged = [content for content, right in zip(part.contents, is_right, strict=True) if not right]
-        if damaged:
-            logger.warning("%d blocks in host memory are not what was stored, and are computed again", len(damaged))
-            self._num_damaged += len(damaged)
-            for content in damaged:
-                content.is_wrong = True
-                self.contents.remove(content)
-            self._stores.discard([content.name for content in damaged])
-        self._num_loaded += len(is_right) - len(damaged)
-        for index, content in zip(part.indices, part.contents, strict=True):
-            part.load.is_right[index] = not content.is_wrong
-        part.load.num_left -= 1
+        else:
+            self._loads.take_in(copy)
 
     def _make_ready(self, contents: Iterable[Content]) -> None:
         for content in contents:
             self.contents.make_ready(content)
             self.contents.release(content)
 
-    def _release(self, contents: Iterable[Content]) -> None:
-        for content in contents:
-            self.contents.release(content)
-
-    def _scatters(self) -> list[AnyDeviceOp]:
-        """Write the parts that are staged, or as many as the step may."""
-        ops: list[AnyDeviceOp] = []
-        num_blocks = 0
-        for load in self._loads.values():
-            while load.staged and self._may_copy(num_blocks, load.staged[0]):
-                part, number = load.staged.pop(0), next(self._numbers)
-                num_blocks += len(part.contents)
-                self._writing[number], part.step_id = part, self._step_id
-                ops.append(ScatterBlocks(number, part.staging, part.block_ids))
-        return ops
-
-    def _may_copy(self, num_blocks: int, part: Part) -> bool:
-        """Whether a step that copies so many blocks may copy a part too."""
-        return not num_blocks or self._most_copied is None or num_blocks + len(part.contents) <= self._most_copied
-
-    def _stages(self) -> list[AnyDeviceOp]:
-        """Stage as many parts as there are buffers, those of the earliest loads first."""
-        ops: list[AnyDeviceOp] = []
-        num_blocks = 0
-        for load in self._loads.values():
-            while self._free_staging and (part := load.next_part()) is not None:
-                if not self._may_copy(num_blocks, part):
-                    load.waiting.insert(0, part)
-                    return ops
-                self._release(part.drop_missing())
-                if not part.contents:
-                    load.num_left -= 1
-                    continue
-                part.sort()
-                num_blocks += len(part.contents)
-                number, part.staging = next(self._numbers), self._free_staging.pop()
-                self._staging_parts[number] = part
-                ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))
-        return ops
-
     def _lasting_uses(self) -> Counter[Content]:
         """The uses of contents that go on when steps are forgotten."""
         return self._stores.uses()
-
-    def _parts_that_read(self) -> list[Part]:
-        """The parts of loads whose slots copies read, or will."""
-        return [*(part for load in self._loads.values() for part in load.waiting), *self._staging_parts.values()]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, buffers and copies disagree."""
         used = self._lasting_uses()
         stores = (*self._gathering.values(), *self._stored)
-        for contents in (*(store.contents for store in stores), *(part.contents for part in self._parts_that_read())):
+        for contents in (*(store.contents for store in stores), *(part.contents for part in self._loads.parts_that_read())):
             for content in contents:
                 used[content] += 1
         self.contents.check_integrity(used)
-        buffers = [store.staging for store in self._gathering.values()]
-        buffers += [part.staging for of_loads in (self._staging_parts, self._writing) for part in of_loads.values()]
-        buffers += [part.staging for load in self._loads.values() for part in load.staged]
+        buffers = [*(store.staging for store in self._gathering.values()), *self._loads.buffers()]
         assert sorted([*self._free_staging, *buffers]) == list(range(self._copies.num_staging)), "a staging buffer is lost"

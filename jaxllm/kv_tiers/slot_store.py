@@ -1,6 +1,7 @@
 """The interface of a store behind host memory, e.g. files, or the host memory of another engine."""
 
 import mmap
+import threading
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
@@ -27,9 +28,9 @@ class SlotMemory(Protocol):
 class Regions(Protocol):
     """Slots of other processes' memory that is mapped here, which copies to devices read where they are. Any thread calls all methods."""
 
-    def add_region(self, memory: mmap.mmap) -> int:
-        """Prepare copies from another arena with slots of the same size; takes long. Returns the number of its region. Raises RuntimeError
-        if devices cannot read it."""
+    def add_region(self, memory: mmap.mmap, stop: threading.Event) -> int:
+        """Prepare copies from another arena with slots of the same size; takes long, and holds up steps as little as it can. Returns the
+        number of its region. Raises RuntimeError if devices cannot read it, and soon after `stop` was set."""
 
     def slot(self, region: int, index: int, sums: np.ndarray) -> int | None:
         """Lend a slot whose content has these checksums. Returns its number; None while one with others is lent: copies that were planned

@@ -337,6 +337,12 @@ class KVCacheManager:
         self.discard([name + suffix for name in own for suffix in self._suffixes])
         self.discard_states(request)
 
+    def discard_all(self, request: Request) -> None:
+        """Find no content any more that a request read or computed, whoever computed it."""
+        hashes = request.block_hashes
+        names = [name + suffix for name in hashes for suffix in self._suffixes]
+        self.discard([*names, *(name for each in hashes for name in self.states.names([each]))])
+
     def discard_states(self, request: Request) -> None:
         """Find no states any more that a request stored."""
         self.discard([name for position in request.stored_states for name in self.states.names_at(request, position)])
@@ -402,7 +408,7 @@ class KVCacheManager:
     def _keep(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
         """Store blocks of a request that another engine continues."""
         if self.loading is not None and request.is_kept_for_decode:
-            self.loading.keep([block.block_hash for block in blocks if block.block_hash is not None])
+            self.loading.keeping.keep([block.block_hash for block in blocks if block.block_hash is not None])
 
     def reset_prefix_cache(self) -> bool:
         """Discard all cached content. Does nothing and returns False while any request holds blocks."""

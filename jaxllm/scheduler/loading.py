@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxllm.device_ops import AnyDeviceOp
-from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block import KVCacheBlock
-from jaxllm.scheduler.cache_tier import NOTHING, CacheTier, KeepingTier
+from jaxllm.scheduler.cache_tier import NOTHING, CacheTier
+from jaxllm.scheduler.keeping import Keeping
+from jaxllm.scheduler.loads import Copy, Load
 from jaxllm.scheduler.prefix_states import is_of_states
 from jaxllm.scheduler.store_filter import StoreFilter
 from jaxllm.scheduler.storing import Storing
@@ -20,46 +20,6 @@ if TYPE_CHECKING:
 
 _LONGEST_STEP_SECONDS = 1.0
 """More time than this between two steps, e.g. a pause or a compilation, says nothing of how long loads take."""
-
-
-@dataclass(eq=False)
-class _Copy:
-    """Blocks of a load that one tier brings."""
-
-    tier: CacheTier
-    load_id: int
-    blocks: list[KVCacheBlock]
-    names: list[bytes]
-    sources: Sequence[str]
-    """See CacheTier."""
-    deadline: float
-
-
-@dataclass(eq=False)
-class _Load:
-    """A request that waits for blocks of its prefix."""
-
-    request: Request
-    names: list[bytes]
-    """Contents of the prefix, in the order of the sequence."""
-    left: list[bytes]
-    """Contents for which it has no block yet."""
-    deadline: float
-    """When it ends, if it could get blocks and got none."""
-    held: dict[bytes, KVCacheBlock] = field(default_factory=dict)
-    copies: list[_Copy] = field(default_factory=list)
-    """Copies under way."""
-    is_awaiting: bool = False
-    """Whether the next content is still computed by another engine, so that it needs no blocks."""
-
-    @property
-    def blocks(self) -> list[KVCacheBlock]:
-        """All that it holds, in the order of the sequence."""
-        return [self.held[name] for name in self.names if name in self.held]
-
-    def stop(self) -> None:
-        """Take no further blocks: what lies behind those it holds is computed."""
-        self.left = []
 
 
 class Loading:
@@ -82,8 +42,9 @@ class Loading:
         engines."""
         self._manager, self._tiers = manager, tiers
         self._storing = Storing(manager.pool, tiers if stores_cold else (), store_filter)
-        self._keepers = [tier for tier in tiers if isinstance(tier, KeepingTier)]
-        self._loads: dict[str, _Load] = {}
+        self.keeping = Keeping(manager, tiers)
+        """For engines that continue prompts of this one."""
+        self._loads: dict[str, Load] = {}
         """Loads by request, in the order of their beginning."""
         self._arriving: set[bytes] = set()
         """Names of contents that a load brings."""
@@ -137,7 +98,7 @@ class Loading:
         ops, self._ops = [*ops, *self._ops], []
         return ops
 
-    def _end_copy(self, load: _Load, copy: _Copy, is_right: Iterable[bool]) -> None:
+    def _end_copy(self, load: Load, copy: Copy, is_right: Iterable[bool]) -> None:
         load.copies.remove(copy)
         load.deadline = self._seconds + self._patience_seconds
         self._arriving.difference_update(copy.names)
@@ -178,7 +139,7 @@ class Loading:
         found = {name: block for name in names if (block := pool.find(name)) is not None}
         pool.touch(found.values())
         left = [name for name in names if name not in found]
-        load = _Load(request, names, left, self._seconds + self._patience_seconds, found)
+        load = Load(request, names, left, self._seconds + self._patience_seconds, found)
         if request.num_cached_before_load is None:
             request.num_cached_before_load = num_cached_tokens
         self._loads[request.request_id] = load
@@ -247,7 +208,7 @@ class Loading:
             self._go_on(load, pool.num_free_blocks - num_reserved_blocks)
             num_reserved_blocks += 0 if load.is_awaiting else len(load.left)
 
-    def _go_on(self, load: _Load, num_spare: int) -> None:
+    def _go_on(self, load: Load, num_spare: int) -> None:
         """Take the next blocks of a load, at most `num_spare` free ones: those that the pool has by now, and those that a tier loads."""
         pool, most = self._manager.pool, self._load_blocks - len(self._arriving)
         load.is_awaiting = bool(self._awaited(load.left[:1]))
@@ -278,7 +239,7 @@ class Loading:
         load.left = rest if num_there == len(taken) else []
         self._load(load, taken[:num_there], tier_of)
 
-    def _load(self, load: _Load, names: Sequence[bytes], tier_of: dict[bytes, CacheTier]) -> None:
+    def _load(self, load: Load, names: Sequence[bytes], tier_of: dict[bytes, CacheTier]) -> None:
         if not names:
             return
         blocks = dict(zip(names, self._manager.pool.allocate(len(names)), strict=True))
@@ -289,7 +250,7 @@ class Loading:
                 own = [blocks[name] for name in part]
                 sources = tier.sources(part)
                 load_id = tier.load([block.block_id for block in own], part)
-                load.copies.append(_Copy(tier, load_id, own, part, sources, self._seconds + tier.patience_seconds))
+                load.copies.append(Copy(tier, load_id, own, part, sources, self._seconds + tier.patience_seconds))
         load.held |= blocks
         self._arriving.update(names)
 
@@ -342,7 +303,7 @@ class Loading:
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - self._seconds)))
-        elif self._loads or self.is_keeping:
+        elif self._loads or self.keeping.is_keeping:
             self._tiers[0].wait(seconds)  # for stores
 
     # Stores
@@ -351,59 +312,6 @@ class Loading:
         """See CacheTier."""
         for tier in self._tiers:
             tier.wait_for_stores(num_tokens)
-
-    def keep(self, names: Sequence[bytes]) -> None:
-        """See KeepingTier."""
-        for tier in self._keepers:
-            tier.keep(names, self._manager.pool.find)
-
-    def announce(self, requests: Iterable[Request]) -> list[EngineCoreOutput]:
-        """Have tiers keep the blocks of prompts with `tells_early` of which a part is computed. Returns the outputs that
-        tell where. States by row come with the last block, so there is nothing to fetch before."""
-        outputs: list[EngineCoreOutput] = []
-        for request in requests if self._keepers and not self._manager.states.num_blocks else ():
-            transfer = request.options.kv_transfer
-            if (
-                transfer is None
-                or not transfer.tells_early
-                or request.is_announced
-                or request.status is not RequestStatus.RUNNING
-            ):
-                continue
-            request.is_announced = True
-            num_blocks = self._manager.num_blocks_of_prompt(request)
-            given = request, self._manager.names_of_prompt(request), num_blocks, num_blocks * self._manager.block_size
-            answers = (tier.announce(*given) for tier in self._keepers)
-            if (answer := next((answer for answer in answers if answer is not None), None)) is not None:
-                outputs.append(EngineCoreOutput(request.request_id, [], kv_transfer_params=answer))
-        return outputs
-
-    def withdraw(self, request: Request) -> None:
-        """See KeepingTier."""
-        for tier in self._keepers:
-            tier.withdraw(request)
-
-    def hand_over(self, request: Request) -> dict[str, Any] | None:
-        """Keep the blocks of a prompt whose request has ended, in the first tier that does. See KeepingTier."""
-        manager = self._manager
-        num_blocks = manager.num_blocks_of_prompt(request)
-        names = manager.names_of_prompt(request)
-        answers = (
-            tier.hand_over(request, names, num_blocks, num_blocks * manager.block_size)
-            for tier in self._keepers
-            if self._has_states(request, tier)
-        )
-        return next((answer for answer in answers if answer is not None), None)
-
-    def _has_states(self, request: Request, tier: CacheTier) -> bool:
-        """Whether the pool or a tier has the states behind a prompt, as far as layers have some: blocks alone are of no use."""
-        absent = [name for name in self._manager.states.names_of(request) if not self._manager.pool.is_cached(name)]
-        return not (absent and tier.wants(absent))
-
-    @property
-    def is_keeping(self) -> bool:
-        """Whether contents are still to be stored for other engines."""
-        return any(tier.is_keeping for tier in self._keepers)
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Drop contents that were computed wrongly from all tiers."""

@@ -20,6 +20,7 @@ from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
+from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request, RequestStatus
 from jaxllm.scheduler.admission import AdmissionRoom, ChunkRoom, Fit, fit_all, limit_all
@@ -40,7 +41,7 @@ from jaxllm.scheduler.results import Share, last_output, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
 from jaxllm.scheduler.state_checkpoints import StateCheckpoints
 from jaxllm.scheduler.totals import Totals
-from jaxllm.scheduler.unwritten import readers_of_unwritten
+from jaxllm.scheduler.unwritten import readers_of_unwritten, readers_of_wrong
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
@@ -257,9 +258,9 @@ class Scheduler:
         request.status = status
         if request.is_kept_for_decode and self.cache_manager.loading is not None:
             if status in _COMPLETED:
-                request.kv_transfer_params = self.cache_manager.loading.hand_over(request)
+                request.kv_transfer_params = self.cache_manager.loading.keeping.hand_over(request)
             else:
-                self.cache_manager.loading.withdraw(request)
+                self.cache_manager.loading.keeping.withdraw(request)
         self.waiting.note_end(request)
         self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
@@ -283,7 +284,7 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether any request runs or waits, or steps must store blocks of one that has ended."""
         loading = self.cache_manager.loading
-        return len(self.requests) > len(self.held) or (loading is not None and loading.is_keeping)
+        return len(self.requests) > len(self.held) or (loading is not None and loading.keeping.is_keeping)
 
     @property
     def finished_ids(self) -> list[str]:
@@ -668,6 +669,8 @@ class Scheduler:
             self._done_step_id = plan.step_id
             if result.errors:
                 self._restart(readers_of_unwritten(plan, result, shares, self._in_flight.values()), shares)
+            if result.not_finite:
+                self._try_again(readers_of_wrong(result, shares), shares)
             if self.drafts is not None:
                 self.drafts.note(shares, result)
             if take_in(shares, result, outputs, self._finish):
@@ -675,7 +678,7 @@ class Scheduler:
             if result.errors or result.not_finite:
                 self._discard_failed(shares, result)
             if self.cache_manager.loading is not None:
-                outputs += self.cache_manager.loading.announce(request for request, _, _ in shares)
+                outputs += self.cache_manager.loading.keeping.announce(request for request, _, _ in shares)
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
@@ -693,10 +696,25 @@ class Scheduler:
         for request in requests:
             self.cache_manager.discard_computed(request)
 
+    def _try_again(self, requests: Collection[Request], shares: list[Share]) -> None:
+        """Compute requests again, without what they had found: it may have NaN."""
+        self._restart(requests, shares)
+        for request in requests:
+            request.is_second_try, request.loads_blocks = True, False
+            request.num_cached_tokens, request.loaded_tokens = -1, None
+            self.cache_manager.discard_all(request)
+            logger.warning(
+                "request %s: NaN behind tokens that it had found in the prefix cache; they are computed again",
+                request.request_id,
+            )
+
     def _discard_failed(self, shares: Iterable[Share], result: ModelRunnerOutput) -> None:
-        """Find nothing any more that failed requests computed: they may have been preempted, or have ended, before the step was over."""
+        """Find nothing any more that failed requests computed, and nothing that those read which drew NaN: they may have been preempted, or
+        have ended, before the step was over."""
         for request, _, row in shares:
-            if row.request_id in result.errors or row.request_id in result.not_finite:
+            if row.request_id in result.not_finite:
+                self.cache_manager.discard_all(request)
+            elif row.request_id in result.errors:
                 self.cache_manager.discard_computed(request)
 
     def note_seconds(self, plan: SchedulerOutput, seconds: float) -> None:

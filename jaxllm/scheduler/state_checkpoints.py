@@ -91,7 +91,7 @@ class StateCheckpoints:
                 found = [StoreState(request.request_id, [block.block_id for block in blocks])]
                 self._num_stored += 1
         if manager.loading is not None and request.is_kept_for_decode and start == manager.states.position(request):
-            manager.loading.keep(manager.states.names_of(request))
+            manager.loading.keeping.keep(manager.states.names_of(request))
         return found
 
     def _is_due(self, request: Request, position: int) -> bool:

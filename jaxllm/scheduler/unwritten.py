@@ -1,8 +1,8 @@
-"""Finds the requests that read blocks which nothing has written."""
+"""Finds the requests that read blocks which nothing has written, or which have what others computed wrongly."""
 
 from collections.abc import Iterable
 
-from jaxllm.request import Request
+from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.results import Share
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -22,6 +22,19 @@ def readers_of_unwritten(
     all_requests = {request for step in (shares, *in_flight) for request, _, _ in step}
     admitted = [request for request in all_requests.difference(failed) if request.admission_step_id >= plan.step_id]
     return {request for request in admitted if any(_found_blocks_of(request, each) for each in failed)}
+
+
+def readers_of_wrong(result: ModelRunnerOutput, shares: Iterable[Share]) -> set[Request]:
+    """The requests of a step that drew NaN and had found blocks, which may be why: the request that computed these may have ended before
+    the fault was seen, and so may another engine before it could report it. Each request once. shares: of the step."""
+    return {
+        request
+        for request, _, row in shares
+        if row.request_id in result.not_finite
+        and request.status is RequestStatus.RUNNING
+        and request.most_found_blocks
+        and not request.is_second_try
+    }
 
 
 def _found_blocks_of(request: Request, other: Request) -> bool:

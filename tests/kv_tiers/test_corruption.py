@@ -64,7 +64,7 @@ def test_no_token_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
     wanted = [oracle_tokens(prompt, NUM_OUTPUT, VOCAB) for prompt in prompts]
     live: list[tuple[int, Request]] = []
     num_requests = 0
-    while tier._num_loaded * BLOCK < NUM_LOADED_TOKENS:
+    while tier._loads.num_loaded * BLOCK < NUM_LOADED_TOKENS:
         while len(live) < 4:
             number = rng.randrange(NUM_PROMPTS)
             num_requests += 1
@@ -78,4 +78,4 @@ def test_no_token_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
             if request.status.is_finished:
                 assert request.output_token_ids == wanted[number]
         live = [each for each in live if not each[1].status.is_finished]
-    assert copies.num_flips > 400 and tier._num_damaged > 120
+    assert copies.num_flips > 400 and tier._loads.num_damaged > 120

@@ -46,13 +46,13 @@ def settle(core: EngineCore) -> None:
     """Wait for the copies under way; nothing may be left in use behind them."""
     tier = tier_of(core)
     for _ in range(200):
-        if not (tier._gathering or tier._stored or tier._staging_parts or tier._writing):
+        if not (tier._gathering or tier._stored or tier._loads.staging or tier._loads.writing):
             break
         core.loop.scheduler.wait_for_blocks(0.01)
         tier.wait(0.01)
         tier.begin_step(tier._step_id + 1, tier._step_id + 1)
     tier.check_integrity()
-    assert len(tier._free_staging) == tier._copies.num_staging and not tier._loads
+    assert len(tier._free_staging) == tier._copies.num_staging and not tier._loads.under_way
     assert not any(content.num_uses for content in tier.contents._all())
     core.check_integrity()
 
@@ -216,7 +216,7 @@ def check_free(engine: FakeEngine, tier: HostTier) -> None:
     tier.begin_step(tier._step_id + 1, tier._step_id + 1)
     tier.begin_step(tier._step_id + 1, tier._step_id + 1)
     tier.check_integrity()
-    assert len(tier._free_staging) == tier._copies.num_staging and not tier._loads
+    assert len(tier._free_staging) == tier._copies.num_staging and not tier._loads.under_way
     assert not any(content.num_uses for content in tier.contents._all())
     assert not engine.scheduler.holds_blocks
 

@@ -228,6 +228,17 @@ def test_a_content_that_is_wrong_is_never_found_nor_loaded_right() -> None:
     assert driven.stats.num_used_host_slots == 0 and driven.stats.num_damaged_blocks == 0
 
 
+def test_a_content_that_is_wrong_is_not_loaded_right_where_its_slot_has_another_one() -> None:
+    driven = Driven(num_slots=1).stored(b"a")
+    load = driven.tier.load([5], [b"a"])
+    driven.end(*driven.step().ops)
+    scatters = driven.step().ops
+    assert driven.store(b"b"), "the only slot is free"
+    driven.tier.discard([b"a"])
+    driven.end(*scatters)
+    assert driven.step().loaded == [(load, [False])]
+
+
 def test_stores_leave_buffers_to_loads_and_what_is_not_stored_is_counted() -> None:
     driven = Driven()
     driven.step()

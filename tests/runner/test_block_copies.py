@@ -1,6 +1,7 @@
 """Blocks to host memory and back: contents to the bit, by engines whose layers keep different things on one and more devices."""
 
 import ctypes
+import itertools
 import mmap
 import resource
 import threading
@@ -170,7 +171,7 @@ def test_a_copy_from_a_slot_that_another_content_has_taken_is_noticed(copied: Co
     copied.run(GatherBlocks(1, 0, [5, 6], own))
     old, new = arena.sums[own]
     assert (old != new).any()
-    region = copier.add_region(mmap.mmap(-1, 2 * arena.slot_bytes))
+    region = copier.add_region(mmap.mmap(-1, 2 * arena.slot_bytes), threading.Event())
     lent = copier.slot(region, 0, old)
     assert lent is not None
     arena.regions[region].words[0] = arena.words[own[1]]  # its lease has ended before the copy began
@@ -419,7 +420,7 @@ def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pyte
     region.words[...] = np.random.default_rng(0).integers(0, 2**32, region.words.shape, np.uint32)
     num_locked, num_allocated = len(fake.locked), len(fake.allocated)
     monkeypatch.setattr(fake, "cudaMalloc", lambda *arguments: 2)  # the device has no memory left
-    transfer.add_region(number, region)
+    transfer.add_region(number, region, threading.Event())
     assert sorted(size // 4096 for size in fake.locked.values())[: len(fake.locked) - num_locked] == [1, 1, 2]
     zeros = jax.jit(lambda: jax.numpy.zeros((1, 8, region.words.shape[2]), np.uint32), out_shardings=place)
     lent = [(number << REGION_BITS) + index for index in (1, 2, 3, 4)]
@@ -428,10 +429,39 @@ def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pyte
     transfer.remove_region(number)
     monkeypatch.setattr(fake, "failing", "cudaMemcpy2DAsync")
     with pytest.raises(CudaError):
-        transfer.add_region(number, region)  # what devices cannot read is found before a step needs it
+        transfer.add_region(number, region, threading.Event())  # what devices cannot read is found before a step needs it
     assert len(fake.locked) == num_locked and len(fake.allocated) == num_allocated and not any(fake.streams.values())
     transfer.close()
     assert not fake.locked and not fake.allocated
+
+
+class Stop(threading.Event):
+    """Notes pauses, and is set after so many."""
+
+    def __init__(self, num_pauses: int):
+        super().__init__()
+        self.num_pauses, self.pauses = num_pauses, list[float]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.pauses.append(timeout)
+        return len(self.pauses) >= self.num_pauses
+
+
+def test_memory_that_another_process_lends_is_locked_with_pauses_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them steps waited for all of it: first tokens took a second more."""
+    monkeypatch.setattr(cuda, "_LENT_BYTES", 2 * 4096)
+    fake, arena, transfer, _ = cuda_copies(monkeypatch, 1, num_devices=1)
+    number, locked, seconds = arena.add_region(mmap.mmap(-1, 5 * 4096)), dict(fake.locked), itertools.count(0, 0.25)
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    stop = Stop(100)
+    transfer.add_region(number, arena.regions[number], stop)
+    assert stop.pauses == pytest.approx([1.0] * 3), "steps get four times as long as they waited"
+    transfer.remove_region(number)
+    with pytest.raises(CudaError, match="not needed any more"):
+        transfer.add_region(number, arena.regions[number], Stop(2))
+    assert fake.locked == locked
+    transfer.close()
 
 
 def test_engines_of_several_devices_lock_no_memory_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +469,7 @@ def test_engines_of_several_devices_lock_no_memory_beside_steps(monkeypatch: pyt
     locked = dict(fake.locked)
     number = arena.add_region(mmap.mmap(-1, 2 * arena.slot_bytes))
     with pytest.raises(CudaError, match="devices that share the engine's layers"):
-        transfer.add_region(number, arena.regions[number])
+        transfer.add_region(number, arena.regions[number], threading.Event())
     assert fake.locked == locked
     transfer.close()
 

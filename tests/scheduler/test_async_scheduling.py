@@ -1,9 +1,11 @@
 """Planning ahead of the tokens: two steps in flight."""
 
+from dataclasses import replace
+
 import pytest
 
-from jaxllm.request import FinishReason, RequestStatus
-from jaxllm.scheduler_output import ModelRunnerOutput
+from jaxllm.request import ErrorKind, FinishReason, RequestStatus
+from jaxllm.scheduler_output import NOT_FINITE, ModelRunnerOutput
 from tests.helpers.fake_runner import FakeEngine, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
 
@@ -224,9 +226,44 @@ def test_nothing_is_found_that_a_request_computed_which_fails_after_it_left_its_
     failed = {"errors": {"a": "it broke"}} if failure == "error" else {"not_finite": {"a"}}
     scheduler.update_from_output(plan, ModelRunnerOutput({}, **failed))
     scheduler.check_integrity()
-    assert request.status.is_finished and not scheduler.requests
+    tries_again = failure == "NaN" and left == "preempted and admitted again"
+    assert request.status.is_finished != tries_again and bool(scheduler.requests) == tries_again
     found = [pool.is_cached(name) for name in request.block_hashes]
-    assert found == [True] * 2 + [False] * 4, "the first two are of another request"
+    others = failure == "error"
+    assert found == [others] * 2 + [False] * 4, "the first two are of another request, and may be why it drew NaN"
+
+
+@pytest.mark.parametrize("num_bad", [1, 2])
+def test_a_request_that_draws_nan_behind_what_it_found_computes_that_once(num_bad):
+    """The request that computed them may have ended before the fault was seen. Other requests of the step go on."""
+    first = make_request("first", [1] * 32, max_tokens=1)
+    engine = engine_of(first, max_num_batched_tokens=64)
+    engine.run()
+    scheduler = engine.scheduler
+    alone = make_request("alone", [5] * 20, max_tokens=9)
+    reader = make_request("reader", [1] * 32 + [2] * 9, max_tokens=3)
+    for request in (alone, reader):
+        scheduler.add_request(request)
+    outputs, num_drawn = [], 0
+    while scheduler.has_requests() or engine.in_flight:
+        engine.dispatch()
+        plan, result = engine.in_flight[0]
+        is_of_this_try = plan.step_id >= reader.admission_step_id
+        if result.sampled_token_ids.get("reader") and is_of_this_try and reader.num_preemptions == num_drawn < num_bad:
+            num_drawn += 1
+            sampled = {**result.sampled_token_ids, "reader": [NOT_FINITE]}
+            engine.in_flight[0] = plan, replace(result, sampled_token_ids=sampled, not_finite={"reader"})
+        outputs += engine.collect()
+        scheduler.check_integrity()
+    assert alone.output_token_ids == oracle_tokens([5] * 20, 9, VOCAB) and not alone.num_preemptions
+    of_reader = [output for output in outputs if output.request_id == "reader"]
+    assert reader.num_preemptions == 1 and reader.num_found_blocks == 0
+    if num_bad == 1:
+        assert reader.output_token_ids == oracle_tokens([1] * 32 + [2] * 9, 3, VOCAB)
+    else:
+        (end,) = of_reader
+        assert (end.finish_reason, end.error_kind, end.new_token_ids) == (FinishReason.ERROR, ErrorKind.NOT_FINITE, [])
+    assert scheduler.stats().num_not_finite == num_bad - 1
 
 
 @pytest.mark.parametrize("reader", ["in the same step", "in the next step", "preempted meanwhile", "aborted meanwhile"])

@@ -59,7 +59,7 @@ class Mapping:
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._touching: threading.Thread | None = None
-        self._is_closing = False
+        self._closing = threading.Event()
 
     def open(self, channel: Channel, seconds: float) -> mmap.mmap:
         """Map it, if no other connection has. Raises WireError."""
@@ -75,19 +75,23 @@ class Mapping:
         """Have the system map every page now: copies from pages that are not mapped yet take twice as long."""
         pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
         for start in range(0, len(pages), _TOUCHED_PAGES):
-            if self._is_closing:
+            if self._closing.is_set():
                 return
             pages[start : start + _TOUCHED_PAGES].max()  # other threads run Python meanwhile
         del pages  # or it cannot be closed
         if self._regions is not None:
+            began, whose = time.monotonic(), "blocks of a prefill engine on this host"
             try:
-                self.region = self._regions.add_region(memory)
+                self.region = self._regions.add_region(memory, self._closing)
             except RuntimeError as error:
-                logger.info("blocks of a prefill engine on this host are copied to this engine's memory first: %s", error)
+                logger.info("%s are copied to this engine's memory first: %s", whose, error)
+                return
+            seconds = time.monotonic() - began
+            logger.info("%s are read where they are from now on; to lock its memory took %.1f s", whose, seconds)
 
     def close(self) -> None:
         """Give it back. No connection is used any more."""
-        self._is_closing = True
+        self._closing.set()
         with self._lock:
             if self._touching is not None and self._touching.ident is not None:
                 self._touching.join()

@@ -75,13 +75,12 @@ class Following:
         for lease in late:
             del self._growing[lease]
             news.append((lease, Change([], list(lease.awaited), False, True)))
-        for lease, change in news:
-            lease.awaited.difference_update(change.stored, change.lost)
-            lease.stored.update(change.stored)
+        changes = [(lease, _apply(lease, change)) for lease, change in news]
+        for lease, change in changes:
             if change.is_complete:
                 lease.awaited.clear()
                 self._awaiting.pop(lease, None)
-        return news
+        return changes
 
     def _ask(self, peer: Peer) -> None:
         leases = [lease for lease in self._growing if lease.peer is peer]
@@ -121,3 +120,14 @@ class Following:
     def check_integrity(self, known: Collection[Lease]) -> None:
         """Raise AssertionError if a lease is followed that is not known."""
         assert all(lease in known for lease in (*self._growing, *self._awaiting)), "a lease grows that has ended"
+
+
+def _apply(lease: Lease, change: Change) -> Change:
+    """Note a change in its lease. Returns the part of it that is about contents of the lease, each once: a prefill engine may send
+    anything."""
+    stored = [name for name in dict.fromkeys(change.stored) if name in lease.awaited]
+    lease.awaited.difference_update(stored)
+    lease.stored.update(stored)
+    lost = [name for name in dict.fromkeys(change.lost) if name in lease.awaited or name in lease.stored]
+    lease.awaited.difference_update(lost)
+    return Change(stored, lost, change.is_computing, change.is_complete)

@@ -4,12 +4,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
-from jaxllm.kv_tiers.contents import NO_SLOT
 from jaxllm.kv_tiers.peers import client
 from jaxllm.kv_tiers.peers.addresses import NotAllowedError
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, RefusedError, Target
@@ -17,6 +14,7 @@ from jaxllm.kv_tiers.peers.following import Following, Lease
 from jaxllm.kv_tiers.peers.identity import Identity
 from jaxllm.kv_tiers.peers.messages import Attached, Code
 from jaxllm.kv_tiers.peers.peer import Peer
+from jaxllm.kv_tiers.peers.reads import Reads, error_of
 from jaxllm.kv_tiers.slot_store import Regions, SlotMemory, Transfer
 from jaxllm.log import logger
 from jaxllm.scheduler.cache_observer import TierListener
@@ -28,24 +26,6 @@ IDLE_SECONDS = 60.0
 BAD_SECONDS = 60.0
 """A prefill engine that differs from this one is not asked again for so long."""
 MAX_PEERS = 64
-
-
-@dataclass(eq=False)
-class _Read:
-    """A read that is under way."""
-
-    number: int
-    names: Sequence[bytes]
-    is_right: list[bool]
-    num_left: int
-    """Batches that are not over."""
-    slots: list[int] = field(default_factory=list)
-    """The slots of contents that it lends."""
-    began: float = field(default_factory=time.monotonic)
-
-
-_Pull = tuple[Lease, list[int], "Future[Any]"]
-"""A lease, the indices of its contents in the read, and the future that has for each whether it came, or its slot."""
 
 
 class PeerStore:
@@ -68,8 +48,6 @@ class PeerStore:
         on this host where it is; None: contents are copied to this engine's memory first."""
         self._own, self._memory, self._wake, self._timeout = own, memory, wake, timeout_seconds
         self._regions = regions
-        self._num_lent: Counter[int | None] = Counter()
-        """Slots of each region that were not given back."""
         self._connect_to = partial(client.Connection.to, own=own, memory=memory, peers=peers, seconds=timeout_seconds)
         self._lock = threading.RLock()
         self._peers: dict[Target, tuple[Peer, float]] = {}
@@ -80,13 +58,13 @@ class PeerStore:
         self._leases: dict[tuple[Target, str], Lease] = {}
         self._leases_of: dict[bytes, list[Lease]] = {}
         """The leases that have each content."""
+        self._reads = Reads(self._lock, memory, wake, self._leases_of, self._note_read, regions)
+        self._num_lent = self._reads.num_lent
         self._following = Following(self._lock, wake, self._note_failure)
         self._faults: dict[str, str] = {}
         """Why blocks of requests did not come."""
-        self._finished: list[Transfer] = []
         self._stopping = threading.Event()
         self._timer: threading.Thread | None = None
-        self.num_bytes = 0
         self.failures: Counter[str] = Counter()
         """Failed attempts to attach a lease or to read, by the names of PULL_FAILURES."""
 
@@ -133,7 +111,7 @@ class PeerStore:
 
     def _note_attached(self, lease: Lease, future: "Future[Attached]") -> None:
         with self._lock:
-            if (error := _error_of(future)) is not None:
+            if (error := error_of(future)) is not None:
                 self._note_failure(lease, error)
                 lease.attached.set_exception(error)
             else:
@@ -168,9 +146,21 @@ class PeerStore:
                     self._remove(lease, change.lost)
         return wrong
 
+    def _note_read(self, lease: Lease, missing: Sequence[bytes], error: BaseException | None) -> None:
+        """A pull is over; these contents did not come, or all failed."""
+        if error is not None:
+            self._note_failure(lease, error)
+            return
+        if missing:
+            logger.warning("%s has %d blocks no more, which are computed here", lease.peer.target, len(missing))
+            self.failures["missing"] += 1
+            self._blame(lease, "it has some of them no more")
+            self._remove(lease, missing)
+        self._end_unused(lease)
+
     def _note_ended(self, peer: Peer, future: "Future[None]") -> None:
         """A lease has ended that no request used. An engine that did not end it gives its place among MAX_PEERS to others."""
-        if _error_of(future) is not None:
+        if error_of(future) is not None:
             with self._lock:
                 if not any(lease.peer is peer for lease in self._leases.values()):
                     self._drop(peer)
@@ -178,14 +168,14 @@ class PeerStore:
     def _end_unused(self, lease: Lease) -> None:
         """End a lease at the prefill engine that no request and no read needs."""
         if not lease.users and not lease.num_reads and lease.attached.done() and self._forget(lease):
-            lease.peer.end(lease.number).add_done_callback(_error_of)
+            lease.peer.end(lease.number).add_done_callback(error_of)
 
     def _forget(self, lease: Lease) -> bool:
         """Find nothing in a lease any more. Returns whether it was known."""
         if self._leases.pop((lease.peer.target, lease.number), None) is None:
             return False
         self._following.forget(lease)
-        if lease.attached.done() and _error_of(lease.attached) is None:
+        if lease.attached.done() and error_of(lease.attached) is None:
             self._remove(lease, lease.attached.result())
         return True
 
@@ -268,7 +258,7 @@ class PeerStore:
                 peer.join()
 
     def _note_renewed(self, lease: Lease, future: "Future[None]") -> None:
-        if (error := _error_of(future)) is not None:
+        if (error := error_of(future)) is not None:
             with self._lock:
                 self._note_failure(lease, error)
 
@@ -283,101 +273,23 @@ class PeerStore:
             return [name for name in self._following.awaited(names) if name not in self._leases_of]
 
     def lends(self, names: Sequence[bytes]) -> Collection[bytes]:
-        with self._lock:
-            if self._regions is None or not self._leases_of:
-                return ()
-            return [name for name in names if (found := self._leases_of.get(name)) and found[-1].peer.region is not None]
+        return self._reads.lends(names)
 
     def give_back(self, slot: int) -> None:
-        assert self._regions is not None
-        with self._lock:
-            self._num_lent[self._regions.region_of(slot)] -= 1
-        self._regions.give_back(slot)
+        self._reads.give_back(slot)
 
     def seconds(self, num_blocks: int) -> float:
         """No time: a router had the prompt computed elsewhere so that this engine does not."""
         return 0.0
 
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        if not slots:
-            self._locate(number, names)
-            return
-        with self._lock:
-            read = _Read(number, names, [False] * len(names), 0)
-            of_lease: dict[Lease, list[int]] = {}
-            for index, name in enumerate(names):
-                if leases := self._leases_of.get(name):
-                    of_lease.setdefault(leases[-1], []).append(index)
-            pulls: list[_Pull] = []
-            for lease, indices in of_lease.items():
-                batches = lease.peer.pull(
-                    lease.number, [names[index] for index in indices], [slots[index] for index in indices]
-                )
-                ends = [start for start, _ in batches[1:]] + [len(indices)]
-                pulls += [(lease, indices[start:end], future) for (start, future), end in zip(batches, ends, strict=True)]
-                lease.num_reads += len(batches)
-            self._begin(read, pulls)
+        self._reads.begin(number, names, slots)
 
-    def _locate(self, number: int, names: Sequence[bytes]) -> None:
-        """Begin to lend contents."""
-        with self._lock:
-            read = _Read(number, names, [False] * len(names), 0, [NO_SLOT] * len(names))
-            of_lease: dict[Lease, list[int]] = {}
-            for index, name in enumerate(names):
-                leases = self._leases_of.get(name)
-                if leases and leases[-1].peer.region is not None:
-                    of_lease.setdefault(leases[-1], []).append(index)
-            pulls: list[_Pull] = []
-            for lease, indices in of_lease.items():
-                pulls.append((lease, indices, lease.peer.locate(lease.number, [names[index] for index in indices])))
-                lease.num_reads += 1
-            self._begin(read, pulls)
-
-    def _begin(self, read: _Read, pulls: "list[_Pull]") -> None:
-        read.num_left = len(pulls)
-        if not pulls:
-            self._finish(read)
-        for lease, part, future in pulls:
-            future.add_done_callback(partial(self._note_pulled, read, lease, part))
-
-    def _note_pulled(self, read: _Read, lease: Lease, indices: Iterable[int], future: "Future[Any]") -> None:
-        with self._lock:
-            lease.num_reads -= 1
-            if (error := _error_of(future)) is None:
-                missing = []
-                for index, found in zip(indices, future.result(), strict=True):
-                    came = found if isinstance(found, bool) else found is not None
-                    if came and read.slots:
-                        read.slots[index] = found
-                        assert self._regions is not None
-                        self._num_lent[self._regions.region_of(found)] += 1
-                    read.is_right[index] = came
-                    self.num_bytes += came * self._memory.block_bytes
-                    if not came:
-                        missing.append(read.names[index])
-                if missing:
-                    logger.warning("%s has %d blocks no more, which are computed here", lease.peer.target, len(missing))
-                    self.failures["missing"] += 1
-                    self._blame(lease, "it has some of them no more")
-                    self._remove(lease, missing)
-                self._end_unused(lease)
-            else:
-                self._note_failure(lease, error)
-            read.num_left -= 1
-            if not read.num_left:
-                self._finish(read)
-
-    def _finish(self, read: _Read) -> None:
-        self._finished.append(Transfer(read.number, read.is_right, time.monotonic() - read.began, read.slots))
-        self._wake()
+    def finished(self) -> list[Transfer]:
+        return self._reads.take_finished()
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         return False
-
-    def finished(self) -> list[Transfer]:
-        with self._lock:
-            found, self._finished = self._finished, []
-            return found
 
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
@@ -393,13 +305,13 @@ class PeerStore:
             self._bad.clear()
             for lease in list(self._leases.values()):
                 if self._forget(lease):
-                    lease.peer.end(lease.number).add_done_callback(_error_of)
+                    lease.peer.end(lease.number).add_done_callback(error_of)
             self._closing += [peer for peer, _ in self._peers.values()]  # soon, once these are sent
             self._peers.clear()
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """See SlotStore."""
-        stats.pulled_bytes += self.num_bytes
+        stats.pulled_bytes += self._reads.num_bytes
         stats.pull_failures = tuple(self.failures[reason] for reason in PULL_FAILURES)
 
     def close(self) -> None:
@@ -425,13 +337,6 @@ class PeerStore:
             )
             self._following.check_integrity(known)
             assert not self._faults, "faults are kept of requests that have ended"
-
-
-def _error_of(future: "Future[Any]") -> BaseException | None:
-    try:
-        return future.exception()
-    except CancelledError as error:
-        return error
 
 
 def reason_of(error: BaseException) -> str:

@@ -85,7 +85,7 @@ class PrefillTier(HostTier):
     def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         step = super().begin_step(step_id, done_step_id, decodes=decodes)
         for lease in self._leases.take_ended():
-            self._release(self._held.pop(lease))
+            self.contents.release_all(self._held.pop(lease))
         ops = self._store_wanted()
         self._pending = [lease for lease in self._pending if lease in self._held]
         for lease in self._pending:

@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxllm.device_ops import GatherBlocks
@@ -12,6 +14,7 @@ from jaxllm.kv_tiers.peers import client
 from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
+from jaxllm.runner.block_format import checksums
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.engines import make_core
 from tests.helpers.waiting import wait_until
@@ -207,6 +210,39 @@ def test_what_does_not_come_is_computed_or_fails(pair: Pair, fault: str) -> None
         else:
             assert last.finish_reason is FinishReason.ERROR and last.error_kind is ErrorKind.KV_TRANSFER
             assert fault != "find_wrong" or num_arrived(decode, prompt) == 0
+        pair.prefill.finish()
+        wait_until(pair.is_idle)
+        for runner in pair.runners:
+            runner.core.check_integrity()
+
+
+def poison(pair: Pair) -> None:
+    """Contents of the prefill engine are NaN, with right checksums: it computed them so."""
+    arena = pair.prefill.core.runner.op_runner(GatherBlocks).arena
+    for slot in [slot for lease in pair.leases._leases.values() if not lease.is_over for slot in lease.slots.values()]:
+        arena.words[slot] = 0x7FC07FC0
+        words_Hw = jnp.asarray(arena.words[slot].reshape(arena.sums.shape[2], -1))
+        arena.sums[slot] = np.asarray(checksums(words_Hw[None]))
+
+
+def test_nan_of_which_a_lost_prefill_engine_cannot_tell(pair: Pair) -> None:
+    """It ends when the decode engine has some of it. The answer is right, and so is that of whoever asks again."""
+    for decode in (pair.decode, pair.failing):
+        prompt = pair.prompt()
+        leg, params = pair.begin(prompt)
+        request_id = decode.send(prompt, GREEDY, read_kv_transfer(params))
+        pair.compute(2)
+        poison(pair)
+        pair.step_decode(decode, lambda decode=decode, prompt=prompt: num_arrived(decode, prompt) == 2)  # type: ignore[misc]
+        close_connections(pair, leg)
+        find_wrong(pair, leg)
+        tokens, last = decode.finish()[request_id]
+        wanted = pair.one.run(prompt)[0]
+        if decode is pair.decode:
+            assert tokens == wanted and last.num_cached_tokens == 0
+        else:
+            assert last.error_kind is ErrorKind.KV_TRANSFER
+        assert decode.run(prompt)[0] == wanted
         pair.prefill.finish()
         wait_until(pair.is_idle)
         for runner in pair.runners:

@@ -203,12 +203,12 @@ class BlockCopier(OpRunner):
 
     # Slots that another process lends
 
-    def add_region(self, memory: mmap.mmap) -> int:
+    def add_region(self, memory: mmap.mmap, stop: threading.Event) -> int:
         """See Regions."""
         assert self._transfer is not None
         number = self.arena.add_region(memory)
         try:
-            self._transfer.add_region(number, self.arena.regions[number])
+            self._transfer.add_region(number, self.arena.regions[number], stop)
         except RuntimeError:
             del self.arena.regions[number]
             raise

@@ -10,6 +10,8 @@ import itertools
 import mmap
 import resource
 import sysconfig
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from jaxllm.runner.features.block_copies.transfer import Waiting, by_device
 
 _REGISTERED_BYTES = 64 << 30
 """Most memory that is page-locked by one call. No copy reaches from one such piece into the next: CUDA need not accept that."""
-_LENT_BYTES = 256 << 20
+_LENT_BYTES = 64 << 20
 """As much of another process's memory: steps and copies go on meanwhile, and wait for each call."""
+_LENT_SHARE = 0.2
+"""Largest part of the time that such calls take. Without pauses between them one begins as soon as another ends, and steps wait for all."""
 _MAX_TRIED_BYTES = 1 << 30
 """A larger limit of locked memory is not tried: that would take long."""
 _PORTABLE = 1
@@ -63,7 +67,8 @@ class CudaTransfer:
         """A page of the device that regions are tried with. It is taken at the start: later a device may have no memory left."""
         self._runtime.call("cudaSetDevice", ordinals[0])
         try:
-            self._register(self._base, arena.num_slots, self._piece_slots, _PORTABLE, self._registered)
+            for start, size in self._pieces(self._base, arena.num_slots, self._piece_slots):
+                self._register(start, size, _PORTABLE, self._registered)
         except CudaError as error:
             self.close()
             raise _cannot_lock(arena.num_bytes, error) from error
@@ -80,21 +85,28 @@ class CudaTransfer:
             self.close()
             raise
 
-    def _register(self, address: int, num_slots: int, piece: int, flags: int, registered: list[int]) -> None:
-        """Lock slots in pieces of so many, whose addresses are added to `registered`."""
-        for first in range(0, num_slots, piece):
-            start, size = address + first * self._slot_bytes, min(piece, num_slots - first) * self._slot_bytes
-            self._runtime.call("cudaHostRegister", _at(start), ctypes.c_size_t(size), flags)
-            registered.append(start)
+    def _pieces(self, address: int, num_slots: int, most: int) -> Iterator[tuple[int, int]]:
+        """The addresses and sizes of pieces of at most so many slots."""
+        for first in range(0, num_slots, most):
+            yield address + first * self._slot_bytes, min(most, num_slots - first) * self._slot_bytes
 
-    def add_region(self, number: int, region: Region) -> None:
+    def _register(self, start: int, size: int, flags: int, registered: list[int]) -> None:
+        """Lock a piece, whose address is added to `registered`."""
+        self._runtime.call("cudaHostRegister", _at(start), ctypes.c_size_t(size), flags)
+        registered.append(start)
+
+    def add_region(self, number: int, region: Region, stop: threading.Event) -> None:
         if len(self._ordinals) > 1:
             # A call that locks memory may wait for a device's step, which waits for that of another device, not launched yet.
             raise CudaError("devices that share the engine's layers may not wait while the memory is locked")
         self._runtime.call("cudaSetDevice", self._ordinals[0])
         registered = self._registered_of.setdefault(number, [])
         try:
-            self._register(region.address, len(region.words), self._lent_slots, _PORTABLE | _READ_ONLY, registered)
+            for start, size in self._pieces(region.address, len(region.words), self._lent_slots):
+                began = time.perf_counter()
+                self._register(start, size, _PORTABLE | _READ_ONLY, registered)
+                if stop.wait((time.perf_counter() - began) * (1 / _LENT_SHARE - 1)):
+                    raise CudaError("the memory is not needed any more")
             self._try(region.address, self._ordinals[0])
         except CudaError:
             self.remove_region(number)

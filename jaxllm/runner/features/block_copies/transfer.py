@@ -1,5 +1,6 @@
 """Copies between rows of a staging buffer and slots of host memory, as JAX and NumPy make them: for CPUs."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,8 +26,8 @@ class Transfer(Protocol):
     def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
         """Copy slots to the first rows of a staging buffer."""
 
-    def add_region(self, number: int, region: Region) -> None:
-        """Prepare copies from lent slots, any thread. Raises RuntimeError if devices cannot read them."""
+    def add_region(self, number: int, region: Region, stop: threading.Event) -> None:
+        """See Regions. Any thread calls it."""
 
     def remove_region(self, number: int) -> None:
         """No copy reads them any more."""
@@ -62,7 +63,7 @@ class PlainTransfer:
             parts.append(jax.device_put(rows_1Nw, shard.sharding))
         return jax.make_array_from_single_device_arrays(staging.shape, staging.sharding, parts)
 
-    def add_region(self, number: int, region: Region) -> None:
+    def add_region(self, number: int, region: Region, stop: threading.Event) -> None:
         """The arena has it."""
 
     def remove_region(self, number: int) -> None:
