@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -96,6 +97,20 @@ def assert_near(directory: Path, plain: Path, *, tensor_parallel_size: int = 1, 
     found = goldens.logits(*load(directory, tensor_parallel_size=tensor_parallel_size, **options), PROMPT)
     wanted = goldens.logits(*load(plain), PROMPT)
     np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=limit)
+
+
+def assert_answers(directory: Path, plain: Path, **options: Any) -> None:
+    """An engine's answer is that of a plain checkpoint with the widened weights, by dense attention. options: of the engine."""
+    assert_answered(answer(directory, **options), load(plain))
+
+
+def assert_answered(found: tuple[list[int], np.ndarray], model: Any) -> None:
+    """Tokens and logprobs, as of `answer`, are those of (config, state) by dense attention."""
+    tokens, logprobs = found
+    logits = goldens.logits(*model, PROMPT + tokens)
+    assert tokens == np.argmax(logits[len(PROMPT) - 1 : -1], -1).tolist()
+    wanted = np.asarray(jax.nn.log_softmax(logits, -1))[np.arange(len(logits) - 1), [*PROMPT, *tokens][1:]]
+    np.testing.assert_allclose(logprobs, wanted, atol=1e-4)
 
 
 def answer(directory: Path, **options: Any) -> tuple[list[int], np.ndarray]:

@@ -22,7 +22,6 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 9,  # and requests are preempted
     "expert_load": True,
 }
-ITSELF = {"method": "draft_model", "model": OPTIONS["model"], "num_speculative_tokens": 2}
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 
 
@@ -32,8 +31,8 @@ def options(directory: Path) -> dict[str, Any]:
 
 
 def requests() -> list[EngineCoreRequest]:
-    """Requests of every kind, with a grammar of this tokenizer's letters."""
-    found = every_kind.requests(PROMPTS)
+    """Requests of every kind, but for penalties (see `stage_scenario`), with a grammar of this tokenizer's letters."""
+    found = [each for each in every_kind.requests(PROMPTS) if each.request_id != "penalties"]
     return [replace(each, grammar=Grammar("start: /[a-c]{30}/")) if each.grammar else each for each in found]
 
 
@@ -64,7 +63,7 @@ def answers(core: EngineCore) -> list[dict[str, list[float]]]:
         found.append(engines.run(core, [*requests(), lost]))
     assert found[-1].pop("lost").finish_reason is FinishReason.ERROR and core.stats().num_retried_steps == 1
     core.check_integrity()
-    assert core.config.speculative.speculative_config is None or core.stats().num_accepted_tokens > 20
+    assert core.config.speculative.speculative_config is None or core.stats().num_accepted_tokens > 0
     if core.config.parallel.enable_eplb:
         slots = core._expert_load._layout.slots  # type: ignore[union-attr]
         assert any((places[:8] != np.arange(8)).any() for places in slots), "no expert has moved"

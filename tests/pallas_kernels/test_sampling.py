@@ -199,7 +199,7 @@ def test_greedy_sampling_runs_the_kernel():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("vocab_size", "k"), [(1000, 1), (1000, 20), (37, 37), (50257, 5)])
+@pytest.mark.parametrize(("vocab_size", "k"), [(1000, 1), (37, 37), (50257, 5)])
 def test_top_logprobs_are_those_of_plain_jax(vocab_size, k):
     plain, kernel = jax.jit(partial(top_logprobs, k=k)), jax.jit(partial(top_logprobs, k=k, **KERNELS))
     for seed, kind in enumerate(KINDS):
