@@ -1,6 +1,5 @@
 """Engines whose devices split tokens give the tokens of transformers and of one device."""
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +89,7 @@ DEMO: dict[str, Any] = {"hf_overrides": {"num_hidden_layers": 1}, "load_format":
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:.*donated.*")
 def test_requests_of_every_kind_have_the_answers_of_one_device(tmp_path, monkeypatch):
     """Greedy and seeded, with every filter, penalty, bias, ban and form, with logprobs of tokens and prompts; mixed, preempted, from
     cached prefixes, after failed steps and after sleep; and vectors. Nothing is compiled late, and every donation is used."""
@@ -98,8 +98,7 @@ def test_requests_of_every_kind_have_the_answers_of_one_device(tmp_path, monkeyp
     with LLM("demo", **DEMO, **size.options()) as llm:
         expected, vectors = traffic.answers(llm, size), traffic.vectors(llm, size)
     split = {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "block_size": 8, "num_gpu_blocks_override": 14}
-    with make_llm("demo", **DEMO, **size.options(**split, warmup="background")) as llm, warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*donated.*")
+    with make_llm("demo", **DEMO, **size.options(**split, warmup="background")) as llm:
         core: Any = llm.llm_engine.core
         core.finish_compiling()
         assert traffic.differing(traffic.answers(llm, size), expected) == []

@@ -218,7 +218,8 @@ def test_ragged_attention_matches_the_oracle(name: str, implementation: str) -> 
     slow_except(
         [*product(("lengths around a page", "soft cap", "sinks and window", "bfloat16"), ("xla", "triton"))]
         + [("padding rows", "triton"), ("padding rows", "reference"), ("sinks and window", "reference")],
-        [(name, implementation) for name in DECODE for implementation in GENERAL if implementation != "reference"]
+        [(name, "triton") for name in DECODE]
+        + [(name, "xla") for name in DECODE if name not in {"one row", "first token", "head width 80", "window", *OF_TILES}]
         # The reference computes decodes as it computes prompts.
         + [(name, "reference") for name in ("padding rows", "sinks and window", "soft cap", "bfloat16")],
     ),

@@ -252,7 +252,7 @@ def models(tmp_path_factory):
     ("name", "options"),
     [
         ("mistral", {"tensor_parallel_size": 2}),
-        ("mistral", {"attention_implementation": "triton"}),  # in tiles
+        ("mistral", {"attention_implementation": "triton", "num_tokens": 1}),  # in tiles
         ("nemotron", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )

@@ -265,5 +265,5 @@ def test_layers_of_different_numbers_are_told_apart(tmp_path):
     }
     directory = write_config(tmp_path, CONFIGS["int8"] | {"config_groups": named})
     options = {"load_format": "dummy", "skip_tokenizer_init": True}
-    found = answer(directory, attention_implementation="triton", share_layers=True, **options)
+    found = answer(directory, num_tokens=1, attention_implementation="triton", share_layers=True, **options)
     assert_answered(found, load(directory, load_format="dummy"))
