@@ -72,7 +72,7 @@ def test_each_device_has_all_weights_and_half_of_each_block(core):
         ("mistral_window", 4, {"num_gpu_blocks_override": 5}),  # blocks that leave the window, keys of it in some parts alone
         ("gpt_oss", 4, test_counts.OPTIONS),  # sinks; tokens of experts are counted over all devices
         # norms of heads
-        ("qwen3", 2, {"tensor_parallel_size": 2, "attention_implementation": "triton", "num_gpu_blocks_override": 11}),
+        ("qwen3", 2, {"attention_implementation": "triton", "num_gpu_blocks_override": 11}),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
 )

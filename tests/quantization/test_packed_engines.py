@@ -32,7 +32,6 @@ def checkpoints(tmp_path_factory):
     ("golden", "options"),
     [
         pytest.param("qwen3_moe", {"data_parallel_size": 2, **EPLB}, marks=pytest.mark.newer),
-        ("deepseek_v3", {"tensor_parallel_size": 2}),
         ("llama_gqa", {"pipeline_parallel_size": 2}),
         ("llama_gqa", {"share_layers": True}),
     ],
@@ -69,8 +68,8 @@ def answers(model, adapter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("golden", ["llama_gqa", "qwen3_moe"])
-def test_adapters_change_packed_weights(checkpoints, tmp_path, golden):
+def test_adapters_change_packed_weights(checkpoints, tmp_path):
+    golden = "qwen3_moe"
     packed, plain = checkpoints(golden)
     adapter = LoRARequest("changed", 1, str(peft_files.write(tmp_path, goldens.FOLDER / golden)))
     (tokens, logprobs), (wanted_tokens, wanted) = (answers(model, adapter) for model in (packed, plain))

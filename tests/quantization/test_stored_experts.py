@@ -46,7 +46,7 @@ MISTRAL_4 = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "moe_intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -202,7 +202,7 @@ def changed_scales(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_scales, "2 missing: model.layers.0.mlp.experts.gate_up_proj_scale_inv"),
+        (without_scales, "1 missing: model.layers.0.mlp.experts.gate_up_proj_scale_inv"),
         (
             changed_scales(lambda scale: scale[:, :, 0].repeat(5, 1)),
             r"gate_up_proj_scale_inv is \[4, 5\], must be \[4, 96, 1\]",
