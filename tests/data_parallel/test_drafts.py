@@ -22,7 +22,6 @@ from tests.speculative.checkpoints import (
 )
 
 RANKS = {"data_parallel_size": 2, "enable_expert_parallel": True}
-ITSELF = {"method": "draft_model", "model": str(goldens.golden(NAME).directory), "num_speculative_tokens": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +37,10 @@ def expected(one_device):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(new_core):
+def two_ranks(new_core, one_device):
     """A model that drafts for itself. As draft, each data-parallel rank has all its experts; as target, they share them."""
-    core = new_core(**RANKS, speculative_config=ITSELF)
+    itself = {"method": "draft_model", "model": one_device.config.model.model, "num_speculative_tokens": 1}
+    core = new_core(**RANKS, speculative_config=itself)
     yield core
     core.shutdown()
 

@@ -16,7 +16,6 @@ from tests.helpers.stage_scenario import numbers, print_answers
 NAME = "qwen3_moe"
 OPTIONS: dict[str, Any] = {
     **engines.SMALL,
-    "model": str(goldens.golden(NAME).directory),
     "max_num_batched_tokens": 32,  # prompts come in chunks
     "token_buckets": (32,),
     "num_gpu_blocks_override": 9,  # and requests are preempted
@@ -26,8 +25,8 @@ PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 
 
 def options(directory: Path) -> dict[str, Any]:
-    """Options of an engine with the tokenizer of a directory."""
-    return {**OPTIONS, "tokenizer": str(directory)}
+    """Options of an engine with the tokenizer of a directory, and the model in it (`goldens.of_one_layer`)."""
+    return {**OPTIONS, "tokenizer": str(directory), "model": str(directory / NAME)}
 
 
 def requests() -> list[EngineCoreRequest]:

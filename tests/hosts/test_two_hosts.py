@@ -121,6 +121,7 @@ def test_images_on_two_hosts_are_those_of_one_device(tmp_path):
 
 @pytest.fixture(scope="module")
 def of_one_device(directory):
+    goldens.of_one_layer(rank_scenario.NAME, directory / rank_scenario.NAME)
     core = EngineCore(EngineConfig.from_options(**rank_scenario.options(directory)))
     yield rank_scenario.expected(core)
     core.shutdown()

@@ -233,8 +233,9 @@ def test_devices_share_weights_with_a_scale_per_block(tmp_path, golden, size, bl
 @pytest.mark.parametrize(("implementation", "num_tokens"), [("triton", 1), ("auto", 8)])
 def test_an_engine_answers_with_experts_of_blocks_as_with_the_widened_weights(tmp_path, implementation, num_tokens):
     stored = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head", "mlp.gate"]}
-    blocks = write(tmp_path / "blocks", stored, per_block, golden="qwen3_moe")
-    plain = write(tmp_path / "plain", None, widened_blocks, golden="qwen3_moe")
+    golden = str(goldens.of_one_layer("qwen3_moe", tmp_path / "layer"))
+    blocks = write(tmp_path / "blocks", stored, per_block, golden=golden)
+    plain = write(tmp_path / "plain", None, widened_blocks, golden=golden)
     assert_answers(blocks, plain, tensor_parallel_size=2, attention_implementation=implementation, num_tokens=num_tokens)
 
 
