@@ -108,10 +108,10 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_ranks(tmp
 
 @pytest.mark.slow
 def test_whatever_happens_to_requests(core):
-    """Numbers of drafts that change from step to step, aborts, failed steps, sleep."""
-    draft_workout.interruptions(
-        core, [{"temperature": 1.0}, {"temperature": 1.0, "num_speculative_tokens": 0, "max_tokens": 40}]
-    )
+    """Numbers of drafts that change from step to step, aborts, failed steps, sleep. More requests than rows, so that some outlast the
+    steps that fail."""
+    kinds = [{"temperature": 1.0}, {"temperature": 1.0, "num_speculative_tokens": 0, "max_tokens": 40}]
+    draft_workout.interruptions(core, kinds * 6)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ MANY = tuple((20 + 13 * number, 90 - 5 * number) for number in range(12))
 NUM_LETTERS = 256
 """Tokens that answers consist of: others are placeholders."""
 GREEDY = SamplingParams(
-    max_tokens=64, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0, allowed_token_ids=[*range(NUM_LETTERS)]
+    max_tokens=24, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0, allowed_token_ids=[*range(NUM_LETTERS)]
 )
 
 
