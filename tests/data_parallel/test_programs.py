@@ -61,7 +61,7 @@ def requests():
 
 
 def check_n_grams(core):
-    """Of prompts in both data-parallel ranks, in one while the other has nothing, and from cached prefixes."""
+    """N-grams propose drafts in both data-parallel ranks, in one while the other has nothing, and from cached prefixes."""
     results = goldens.golden(NAME).results
     before = core.stats()
     for ranks in ((0, 1), (1,), (0, 1)):

@@ -146,7 +146,7 @@ def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
 
 
 def test_two_stages_compute_what_one_device_does_and_a_host_1_that_dies_ends_both(directory):
-    """Of two devices each. Requests of every kind, in stages of one: see above; adapters: on hosts above, in stages in tests/pipeline."""
+    """Each host has two devices. Requests of every kind and adapters: tests above; adapters in stages: tests/pipeline."""
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background", "enable_lora": False}
     with two_hosts(host_scenario, directory, "on", **layout) as hosts:
         check_death(hosts, 1, directory, TOKENS)

@@ -28,7 +28,7 @@ def test_the_script_that_makes_goldens_knows_each():
 
 @pytest.mark.parametrize("name", goldens.NAMES)
 def test_goldens_are_what_transformers_computes(name, torch):
-    """What is computed here is compared with them in test_families.py."""
+    """Our logits are compared with them in test_families.py."""
     import transformers
 
     golden = goldens.golden(name)
