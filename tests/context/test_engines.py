@@ -118,7 +118,7 @@ def test_requests_of_every_kind_have_the_answers_of_one_device(tmp_path, monkeyp
 @pytest.mark.slow
 def test_adapters_and_a_cache_of_8_bits(tmp_path):
     """Requests with an adapter and without, from prompts in several chunks, mixed with decodes."""
-    directory = goldens.FOLDER / "qwen3"
+    directory = goldens.of_one_layer("qwen3", tmp_path / "model")
     adapter = LoRARequest("adapted", 1, str(peft_files.write(tmp_path / "adapter", directory, rank=8, strength=0.3)))
     prompts = [{"prompt_token_ids": [3 + (7 * i + 5 * j) % 110 for j in range(1 + 13 * i)]} for i in range(6)]
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)

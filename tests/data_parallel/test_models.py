@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm.kernel_policy import CPU
 from jaxllm.parallel import exchange
-from tests.helpers import engines
+from tests.helpers import engines, goldens
 from tests.helpers.parity import check
 
 pytestmark = pytest.mark.slow
@@ -37,9 +37,10 @@ def test_tokens_that_are_sent(monkeypatch):
     core.shutdown()
 
 
-def test_means_of_prompts_and_vectors_of_tokens():
+def test_means_of_prompts_and_vectors_of_tokens(tmp_path):
     """Prompts in several steps, more of them in one rank than in the other."""
     options = {
+        "model": str(goldens.of_one_layer("qwen3_moe", tmp_path)),
         "runner": "pooling",
         "pooler_config": {"pooling_type": "mean"},
         "max_num_batched_tokens": 24,
