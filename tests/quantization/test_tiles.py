@@ -45,10 +45,8 @@ def of_floats(bits, form, strategy, group=None):
 
 CONFIGS = {
     "int4 with zeros": described(4, 16, False),
-    "int4 by output with zeros": described(4, None, False),
     "int8": described(8, None, True, "int-quantized"),
     "e4m3": of_floats(8, "float-quantized", "channel"),
-    "mxfp8": of_floats(8, "mxfp8-quantized", "group", 32),
     "nvfp4": of_floats(4, "nvfp4-pack-quantized", "tensor_group", 16),
     "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [32, 32]},
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -115,9 +113,7 @@ def products(config, mesh, state):
 
 CASES = [
     *(("int4 with zeros", size) for size in (1, 2, 4)),
-    ("int4 by output with zeros", 4),
     ("int8", 1),
-    ("mxfp8", 2),
     ("nvfp4", 4),
     ("fp8 blocks", 2),
     ("nf4", 1),
