@@ -1,8 +1,10 @@
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from jaxllm.engine.core import EngineCore
+from tests.helpers import goldens
 from tests.helpers.cores_with_grammars import core_maker
 
 NAME = "qwen3_moe"
@@ -10,7 +12,9 @@ NAME = "qwen3_moe"
 
 @pytest.fixture(scope="package")
 def new_core(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EngineCore]:
-    return core_maker(NAME, tmp_path_factory.mktemp("tokenizer"))
+    """Makes engines of one layer, which compile half as much."""
+    model = goldens.of_one_layer(NAME, tmp_path_factory.mktemp("model") / NAME)
+    return partial(core_maker(NAME, tmp_path_factory.mktemp("tokenizer")), model=str(model))
 
 
 @pytest.fixture(scope="package")

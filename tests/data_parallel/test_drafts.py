@@ -8,11 +8,9 @@ from jaxllm.parallel.mesh import DATA
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.speculative import control
 from tests.data_parallel.conftest import NAME
-from tests.data_parallel.test_programs import NGRAM
 from tests.data_parallel.test_requests import PROMPTS, pinned, requests
 from tests.helpers import draft_workout, engines, every_kind, goldens
 from tests.helpers.every_kind import check
-from tests.helpers.rank_scenario import ITSELF
 from tests.speculative.by_hand import MAX_LENGTH, target_hidden_states
 from tests.speculative.checkpoints import (
     CONFIG_3,
@@ -39,9 +37,10 @@ def expected(one_device):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(new_core):
+def two_ranks(new_core, one_device):
     """A model that drafts for itself. As draft, each data-parallel rank has all its experts; as target, they share them."""
-    core = new_core(**RANKS, speculative_config=ITSELF)
+    itself = {"method": "draft_model", "model": one_device.config.model.model, "num_speculative_tokens": 1}
+    core = new_core(**RANKS, speculative_config=itself)
     yield core
     core.shutdown()
 
@@ -49,22 +48,6 @@ def two_ranks(new_core):
 @pytest.fixture
 def core(two_ranks):
     return engines.renew(two_ranks)
-
-
-@pytest.mark.slow
-def test_n_grams_while_one_rank_has_nothing_and_from_cached_prefixes(new_core):
-    core = new_core(**RANKS, speculative_config=NGRAM)
-    results = goldens.golden(NAME).results
-    for ranks in ((0, 1), (1,), (0, 1)):
-        wanted = [engines.request(str(i), result.prompt, max_tokens=64) for i, result in enumerate(results)]
-        before = core.stats()
-        found = engines.run(core, [pinned(request, ranks[i % len(ranks)]) for i, request in enumerate(wanted)])
-        assert [answer.tokens for answer in found.values()] == [result.tokens for result in results]
-        after = core.stats()
-        num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-        assert num_accepted > 2 and len(after.accepted_per_position) == 2
-        assert sum(after.accepted_per_position) - sum(before.accepted_per_position or (0,)) == num_accepted
-    core.shutdown()
 
 
 @pytest.mark.slow
@@ -81,12 +64,6 @@ def test_one_rank_has_drafts_while_the_other_has_nothing(core, expected, rank):
     check(engines.run(core, [pinned(request, rank) for request in requests()]), expected)
     assert core.stats().num_accepted_tokens > before.num_accepted_tokens + 50
     assert core.scheduler.ranks[1 - rank].stats().num_step_tokens == 0
-
-
-def hot(prompts, most_drafts):
-    """Requests so hot that the noise, which a draft and the target's draw share, decides more than the logits."""
-    params = {"max_tokens": 20, "temperature": 9.0, "num_speculative_tokens": most_drafts}
-    return [engines.request(str(i), prompt, seed=i, **params) for i, prompt in enumerate(prompts)]
 
 
 @pytest.mark.slow
@@ -119,10 +96,6 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_ranks(tmp
     found = engines.run(core, wanted, after_step=compare)
     assert [answer.tokens for answer in found.values()] == [result.tokens[:20] for result in results]
     assert num_compared > 40
-    engines.reschedule(core, max_in_flight=3)
-    prompts = [result.prompt for result in results]
-    check(engines.run(core, hot(prompts, None)), engines.run(core, hot(prompts, 0)))
-    assert core.stats().num_accepted_tokens > 20
     weights, drafter, target = core.runner.weights, core.runner.shapes.functions.latest.drafter, core.model_config
     assert (drafter.config.layers[0].mlp.num_redundant, target.layers[-1].mlp.num_redundant) == (0, 4)
     assert core.expert_load()["layers"] == [i for i, layer in enumerate(target.layers) if isinstance(layer.mlp, MoE)]
@@ -134,22 +107,26 @@ def test_a_layer_for_multi_token_prediction_shares_its_experts_between_ranks(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work_out", [draft_workout.interruptions_of_few_kinds, draft_workout.the_longest_requests])
-def test_whatever_happens_to_requests(core, work_out):
-    """Numbers of drafts that change from step to step, aborts, failed steps, sleep."""
-    work_out(core)
+def test_whatever_happens_to_requests(core):
+    """Numbers of drafts that change from step to step, aborts, failed steps, sleep. More requests than rows, so that some outlast the
+    steps that fail."""
+    kinds = [{"temperature": 1.0}, {"temperature": 1.0, "num_speculative_tokens": 0, "max_tokens": 40}]
+    draft_workout.interruptions(core, kinds * 6)
 
 
 @pytest.mark.slow
 def test_drafts_accepted_by_ratio_are_those_of_one_device(tmp_path):
     """As many steps in flight and as many rows as requests, so that each gets the same drafts wherever it is."""
     head = write(tmp_path / "head", CONFIG_3, head_tensors(is_third=True))
-    options = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
+    options = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 1, "rejection_sample_method": "standard"}
+    # So hot that the noise, which a draft and the target's draw share, decides more than the logits.
+    params = {"max_tokens": 20, "temperature": 9.0}
+    hot = [engines.request(str(i), prompt, seed=i, **params) for i, prompt in enumerate(PROMPTS[:4])]
     found = []
     for ranks in (RANKS, {}):
         core = engines.make_core(NAME, **ranks, speculative_config=options)
         engines.reschedule(core, max_in_flight=1)
-        found.append([engines.run(core, hot(PROMPTS[:4], None)), core.stats().accepted_per_position])
+        found.append([engines.run(core, hot), core.stats().accepted_per_position])
         core.shutdown()
     (of_ranks, accepted), (of_one, accepted_by_one) = found
     check(of_ranks, of_one)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine import prepare
 from jaxllm.engine.prepare import Prepared
@@ -13,6 +12,7 @@ from jaxllm.progress import Progress
 from jaxllm.request import Grammar
 from jaxllm.request_options import RequestOptions
 from jaxllm.runner.runner import ModelRunner
+from jaxllm.speculative import control
 from jaxllm.start_times import StartTimes
 from tests.data_parallel.conftest import NAME
 from tests.helpers import engines, goldens
@@ -60,9 +60,27 @@ def requests():
     ]
 
 
+def check_n_grams(core):
+    """N-grams propose drafts in both data-parallel ranks, in one while the other has nothing, and from cached prefixes."""
+    results = goldens.golden(NAME).results
+    before = core.stats()
+    for ranks in ((0, 1), (1,), (0, 1)):
+        wanted = [engines.request(str(i), result.prompt, max_tokens=64) for i, result in enumerate(results)]
+        pinned = [
+            replace(each, options=RequestOptions(data_parallel_rank=ranks[i % len(ranks)])) for i, each in enumerate(wanted)
+        ]
+        found = engines.run(core, pinned)
+        assert [answer.tokens for answer in found.values()] == [result.tokens for result in results]
+    after = core.stats()
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    assert num_accepted > 6 and len(after.accepted_per_position) == 1
+    assert sum(after.accepted_per_position) - sum(before.accepted_per_position or (0,)) == num_accepted
+
+
 def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(tmp_path, monkeypatch):
     """With drafts, whose engines have the programs of others and more."""
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(control.StepTimes, "level_to_time", lambda self: None)  # drafts in all steps
     options = {
         "data_parallel_size": 2,
         "enable_expert_parallel": True,
@@ -87,6 +105,7 @@ def test_nothing_compiles_after_the_warm_up_and_the_next_start_loads_everything(
     assert core.num_compiled_after_warmup == 0
     assert core._expert_load._layout.slots[0].tolist() != [*range(8), 0, 1], "no expert moved"
     assert len(_COMPILED) == num_compiled, "something compiled that is not one of the engine's programs"
+    check_n_grams(core)
     num_programs = core.runner.programs.num_compiled
     core.check_integrity()
     core.shutdown()
@@ -122,16 +141,3 @@ def test_a_smaller_cache_after_compiling_keeps_the_weights(monkeypatch):
     assert {cache.shape[0] for cache in second.runner.caches} == {2 * second.plan.num_blocks}
     second.runner.close()
     assert all(array.is_deleted() for array in weights)
-
-
-def test_the_same_from_a_script():
-    prompts = [{"prompt_token_ids": [3 + (7 * row + 5 * place) % 90 for place in range(9 + 5 * row)]} for row in range(8)]
-    params = [SamplingParams(max_tokens=9, ignore_eos=True, temperature=row % 2, seed=row, n=1 + row % 2) for row in range(8)]
-    found = []
-    for ranks in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
-        llm = LLM(**{**engines.SMALL, "model": str(goldens.golden(NAME).directory), **ranks})
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        found.append([[answer.token_ids for answer in output.outputs] for output in outputs])
-        llm.check_integrity()
-        llm.shutdown()
-    assert found[0] == found[1]

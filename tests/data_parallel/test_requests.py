@@ -153,7 +153,7 @@ def test_tokens_of_experts_are_counted_in_all_ranks(core, one_device):
         tables.append(np.array(each.expert_load()["tokens"]) - before)
     np.testing.assert_array_equal(*tables)
     assert tables[0].sum() and 0 < core.stats().expert_balance <= 1
-    assert len(core.runner.row_arrays.of_features["expert_tokens_LE"]) == 2 * 2
+    assert len(core.runner.row_arrays.of_features["expert_tokens_LE"]) == 2
 
 
 def test_devices_share_the_experts_and_have_the_rest_each(core, one_device):
@@ -165,6 +165,6 @@ def test_devices_share_the_experts_and_have_the_rest_each(core, one_device):
         is_split = not array.sharding.is_fully_replicated
         assert all(part.size * (2 if is_split else 1) == array.size for part in parts) and array.shape in whole
     split = [array for array in runner.params if not array.sharding.is_fully_replicated]
-    assert len(split) == 4  # gate and up, and down, of two layers
+    assert len(split) == 2  # gate and up, and down
     for cache in runner.caches:
         assert [shard.data.shape[0] for shard in cache.addressable_shards] == [core.memory_plan.num_blocks] * 2

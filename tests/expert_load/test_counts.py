@@ -60,12 +60,10 @@ def test_totals_outlive_sleep_and_failures(two_devices: EngineCore) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"), [("qwen3_moe", {"pipeline_parallel_size": 2}), ("gpt_oss", {"token_buckets": (8, 112)})]
-)
-def test_stages_and_chunks(name: str, options: dict[str, Any]) -> None:
-    core = engines.make_core(name, **OPTIONS, **options)
-    check(name, core)
+def test_chunks() -> None:
+    """Stages, context parallelism and more devices: test_rebalancing.py, tests/context/test_engines.py."""
+    core = engines.make_core("gpt_oss", **OPTIONS, token_buckets=(8, 112))
+    check("gpt_oss", core)
     core.shutdown()
 
 

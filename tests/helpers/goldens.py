@@ -12,11 +12,12 @@ from flax import nnx
 
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
+from jaxllm.loaders import safetensors
 from jaxllm.loaders.load import load_weights
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.load_config import load_model_config, read_config_json
 from jaxllm.parallel.mesh import make_mesh
-from scripts.saving import save_safetensors
+from scripts.saving import save_safetensors, write_safetensors
 
 FOLDER = Path(os.environ.get("JAXLLM_GOLDENS") or Path(__file__).parent.parent / "goldens")
 NAMES = tuple(sorted(path.parent.name for path in FOLDER.glob("*/golden.json")))
@@ -44,6 +45,18 @@ class Golden:
 def golden(name: str) -> Golden:
     values = json.loads((FOLDER / name / "golden.json").read_text(encoding="utf-8"))
     return Golden(FOLDER / name, np.array(values["first_prompt_logits"], np.float32), [Result(**r) for r in values["results"]])
+
+
+def of_one_layer(golden: str, directory: Path) -> Path:
+    """The first layer of a golden as a checkpoint: engines of it compile half as much."""
+    source = safetensors.Checkpoint(FOLDER / golden)
+    tensors = {name: source.tensor(name) for name in source.entries if ".layers.1." not in name}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / "model.safetensors", tensors)
+    config = json.loads((FOLDER / golden / "config.json").read_text())
+    kinds = {"layer_types": config["layer_types"][:1]} if "layer_types" in config else {}
+    (directory / "config.json").write_text(json.dumps(config | kinds | {"num_hidden_layers": 1}))
+    return directory
 
 
 def load(directory: Path, *, tensor_parallel_size: int = 1, load_format: str = "auto") -> tuple[ModelConfig, nnx.State]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -98,13 +99,28 @@ def assert_near(directory: Path, plain: Path, *, tensor_parallel_size: int = 1, 
     np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=limit)
 
 
-def answer(directory: Path, **options: Any) -> tuple[list[int], np.ndarray]:
-    """An engine's answer to PROMPT: the tokens of 8 greedy steps, and logprobs of the prompt's tokens and of these. options: of
-    the engine."""
+def assert_answers(directory: Path, plain: Path, **options: Any) -> None:
+    """An engine's answer is that of a plain checkpoint with the widened weights, by dense attention. options: of the engine."""
+    assert_answered(answer(directory, **options), load(plain))
+
+
+def assert_answered(found: tuple[list[int], np.ndarray], model: Any) -> None:
+    """Tokens and logprobs, as of `answer`, are those of (config, state) by dense attention."""
+    tokens, logprobs = found
+    logits = goldens.logits(*model, PROMPT + tokens)
+    assert tokens == np.argmax(logits[len(PROMPT) - 1 : -1], -1).tolist()
+    wanted = np.asarray(jax.nn.log_softmax(logits, -1))[np.arange(len(logits) - 1), [*PROMPT, *tokens][1:]]
+    np.testing.assert_allclose(logprobs, wanted[: len(logprobs)], atol=1e-4)
+
+
+def answer(directory: Path, *, num_tokens: int = 8, **options: Any) -> tuple[list[int], np.ndarray]:
+    """An engine's answer to PROMPT: the tokens of greedy steps, and logprobs of the prompt's tokens and of these; of a single token
+    none, so that kernels that draw are not compiled. options: of the engine."""
     llm = LLM(str(directory), **{**engines.SMALL, **options})
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    logprobs = 0 if num_tokens > 1 else None
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, prompt_logprobs=0, logprobs=logprobs)
     [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
     tokens = list(output.outputs[0].token_ids)
-    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    entries = [*output.prompt_logprobs[1:], *(output.outputs[0].logprobs or ())]
     llm.shutdown()
-    return tokens, np.array([entry[token].logprob for entry, token in zip(entries, PROMPT[1:] + tokens, strict=True)])
+    return tokens, np.array([entry[token].logprob for entry, token in zip(entries, PROMPT[1:] + tokens, strict=num_tokens > 1)])

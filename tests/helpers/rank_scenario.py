@@ -16,24 +16,22 @@ from tests.helpers.stage_scenario import numbers, print_answers
 NAME = "qwen3_moe"
 OPTIONS: dict[str, Any] = {
     **engines.SMALL,
-    "model": str(goldens.golden(NAME).directory),
     "max_num_batched_tokens": 32,  # prompts come in chunks
     "token_buckets": (32,),
     "num_gpu_blocks_override": 9,  # and requests are preempted
     "expert_load": True,
 }
-ITSELF = {"method": "draft_model", "model": OPTIONS["model"], "num_speculative_tokens": 2}
 PROMPTS = [result.prompt for result in goldens.golden(NAME).results]
 
 
 def options(directory: Path) -> dict[str, Any]:
-    """Options of an engine with the tokenizer of a directory."""
-    return {**OPTIONS, "tokenizer": str(directory)}
+    """Options of an engine with the tokenizer of a directory, and the model in it (`goldens.of_one_layer`)."""
+    return {**OPTIONS, "tokenizer": str(directory), "model": str(directory / NAME)}
 
 
 def requests() -> list[EngineCoreRequest]:
-    """Requests of every kind, with a grammar of this tokenizer's letters."""
-    found = every_kind.requests(PROMPTS)
+    """Requests of every kind, but for penalties (see `stage_scenario`), with a grammar of this tokenizer's letters."""
+    found = [each for each in every_kind.requests(PROMPTS) if each.request_id != "penalties"]
     return [replace(each, grammar=Grammar("start: /[a-c]{30}/")) if each.grammar else each for each in found]
 
 
@@ -64,7 +62,7 @@ def answers(core: EngineCore) -> list[dict[str, list[float]]]:
         found.append(engines.run(core, [*requests(), lost]))
     assert found[-1].pop("lost").finish_reason is FinishReason.ERROR and core.stats().num_retried_steps == 1
     core.check_integrity()
-    assert core.config.speculative.speculative_config is None or core.stats().num_accepted_tokens > 20
+    assert core.config.speculative.speculative_config is None or core.stats().num_accepted_tokens > 0
     if core.config.parallel.enable_eplb:
         slots = core._expert_load._layout.slots  # type: ignore[union-attr]
         assert any((places[:8] != np.arange(8)).any() for places in slots), "no expert has moved"

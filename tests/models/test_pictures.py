@@ -100,19 +100,19 @@ def test_two_devices_compute_what_one_does(name, min_tokens, loaded):
 
 
 EXTREMES = {
-    "least and thin": [(1, 1), (200, 1), (1, 200)],
-    "wide and tall": [(6400, 32), (32, 6400)],
+    "least, thin, wide and tall": [(1, 1), (200, 1), (1, 200), (6400, 32), (32, 6400)],
     "large": [(1100, 900)],
-    "many": [(40 + 37 * i % 400, 30 + 53 * i % 300) for i in range(24)],
+    "many": [(40 + 37 * i % 400, 30 + 53 * i % 300) for i in range(10)],
 }
 """Widths and heights of images as they come, in pixels."""
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("extreme", sorted(EXTREMES))
-@pytest.mark.parametrize("name", sorted(make_picture_goldens.VARIANTS))
+@pytest.mark.parametrize("name", sorted(make_picture_goldens.VARIANTS.keys() - {"qwen3_vl_moe", "internvl_large", "smolvlm"}))
 def test_features_of_extreme_sizes_equal_those_of_transformers(name, extreme, tmp_path):
-    """Sizes as the family's preparation makes them, alone and packed together behind each other."""
+    """Sizes as the family's preparation makes them, alone and packed together behind each other. Models left out prepare images as
+    another does."""
     torch = pytest.importorskip("torch")
     vision_checkpoint.write(tmp_path, **make_picture_goldens.VARIANTS[name], seed=5)
     config, _, tower = pictures.load(tmp_path)

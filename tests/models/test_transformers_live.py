@@ -27,16 +27,17 @@ def test_the_script_that_makes_goldens_knows_each():
 
 
 @pytest.mark.parametrize("name", goldens.NAMES)
-def test_logits_equal_transformers(name, torch):
+def test_goldens_are_what_transformers_computes(name, torch):
+    """Our logits are compared with them in test_families.py."""
     import transformers
 
-    directory = goldens.FOLDER / name
-    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    config, state = goldens.load(directory)
-    token_ids = np.random.default_rng(0).integers(config.vocab_size, size=56).tolist()
+    golden = goldens.golden(name)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(golden.directory, dtype=torch.float32)
+    first = golden.results[0]
     with torch.no_grad():
-        expected = reference(torch.tensor([token_ids])).logits[0].numpy()
-    np.testing.assert_allclose(goldens.logits(config, state, token_ids, pad_to=104), expected, atol=1e-4)
+        logits_TV = reference(torch.tensor([first.prompt])).logits[0].numpy()
+    np.testing.assert_allclose(logits_TV, golden.first_prompt_logits, atol=1e-4)
+    assert logits_TV[-1].argmax() == first.tokens[0]
 
 
 @pytest.mark.parametrize("name", sorted(tiny_configs.VARIANTS.keys() - set(goldens.NAMES)))

@@ -65,8 +65,11 @@ def test_the_reference_over_dequantised_caches_is_near_the_oracle_of_the_exact_o
         assert 0 < error.max() < 0.3 and error.mean() < 0.04
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("name", "scaled"), [("plain", False), *((name, True) for name in CASES)])
+@pytest.mark.parametrize(
+    ("name", "scaled", "implementation"),
+    [("plain", False, "triton"), *((name, True, "triton") for name in CASES)]
+    + [("plain", True, "xla"), ("window and soft cap", True, "xla"), ("plain", True, "reference")],
+)
 def test_ragged_attention(name: str, scaled: bool, implementation: str) -> None:
     batch, arrays = narrowed(name, SCALES if scaled else {})
     call = jit(paged_attention, **batch.options, implementation=implementation, interpret=True)
@@ -75,8 +78,9 @@ def test_ragged_attention(name: str, scaled: bool, implementation: str) -> None:
     assert_close(batch, got, expected_ragged(name, scaled))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["plain", "head width 128"])
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*(("plain", name) for name in IMPLEMENTATIONS), ("head width 128", "triton")]
+)
 def test_decode(name: str, implementation: str) -> None:
     batch, arrays = narrowed(name, SCALES)
     (q, *_), _ = as_decode(batch)

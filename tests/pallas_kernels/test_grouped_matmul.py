@@ -162,7 +162,7 @@ FOUR_BITS = {
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    slow_except([("one token", "triton")], product(FOUR_BITS, ["reference", "xla", "triton"])),
+    slow_except([("one token", "triton")], [*product(FOUR_BITS, ["xla", "triton"]), ("all there is", "reference")]),
 )
 def test_weights_in_four_bits_against_loops(name, implementation):
     case = FOUR_BITS[name]()
@@ -188,8 +188,9 @@ def test_padding_may_have_chosen_no_expert(options, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", [triton.Tiles(4, 16, 32, 2, 2), triton.Tiles(16, 32, 64, 2, 2)])
-@pytest.mark.parametrize("max_few_pairs", [0, 1000])
+@pytest.mark.parametrize(
+    ("tiles", "max_few_pairs"), [(triton.Tiles(4, 16, 32, 2, 2), 1000), (triton.Tiles(16, 32, 64, 2, 2), 0)]
+)
 def test_four_bits_in_any_tiles(tiles, max_few_pairs):
     case = FOUR_BITS["all there is"]()
     activation = case.pop("activation")
@@ -221,7 +222,8 @@ def test_four_bits_are_packed_and_unpacked():
     ("name", "implementation"),
     slow_except(
         product(("few tokens", "padding", "clamped swiglu with biases", "experts of another device"), ("xla", "triton")),
-        [*product(CASES, ("xla", "triton"))]
+        [(name, "triton") for name in CASES]
+        + [(name, "xla") for name in CASES if name not in ("one token", "float16", "one expert", "gelu")]
         + [(name, "reference") for name in ("padding", "gelu", "clamped swiglu with biases", "experts of another device")],
     ),
 )

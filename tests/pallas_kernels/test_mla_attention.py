@@ -53,8 +53,13 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("implementation", GENERAL)
-@pytest.mark.parametrize("fields", slow_except(["float32"], FIELDS))
+@pytest.mark.parametrize(
+    ("fields", "implementation"),
+    slow_except(
+        [("float32", name) for name in GENERAL],
+        [("float32", name) for name in GENERAL] + [(fields, "triton") for fields in FIELDS][1:] + [("fp8 cache", "xla")],
+    ),
+)
 def test_equals_attention_in_numpy(rows, implementation, fields):
     batch = batch_of(rows, **FIELDS[fields])
     queries, constants = checking.host_arrays(batch, SIZES)

@@ -206,7 +206,7 @@ def test_packed_weights_have_kernels_in_bfloat16_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", DECODERS)
+@pytest.mark.parametrize("number", ["int4", "e4m3", "nf4"])
 def test_cases_at_start_are_right_in_plain_jax(number):
     stored = checking.Stored(number, 32), checking.Stored(number, None)
     shapes = checking.Shapes("bfloat16", 4, 2, 72, 40, has_biases=True, stored=stored)

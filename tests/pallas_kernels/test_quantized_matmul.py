@@ -318,7 +318,9 @@ def test_kernels_lower_for_a_gpu(name, num_rows):
     assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.parametrize("name", slow_except(["nvfp4"], FORMATS))
+@pytest.mark.parametrize(
+    "name", slow_except(["nvfp4"], ["nvfp4", "int4 by 96, zeros", "uint8b128 by output", "fp8 by output", "nf4"])
+)
 def test_cases_at_an_engines_start_pass_by_plain_jax(name):
     cases = checking.cases(FORMATS[name], "xla", interpret=False)
     assert [case.name.rsplit(", ", 1)[1] for case in cases] == ["1 rows", "13 rows", "150 rows"]

@@ -150,15 +150,14 @@ def full_with(**options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["peaked", "ties", "masked"])
+@pytest.mark.parametrize("kind", ["ties", "masked"])
 @pytest.mark.parametrize(
     "asked",
     [
-        {},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.25},
         {"repetition_penalty": 0.5, "logit_bias": {7: 2.0}, "top_n_sigma": 2.0},
     ],
-    ids=["nothing", "penalties", "more"],
+    ids=["penalties", "more"],
 )
 def test_full_sampling_draws_and_reports_the_same(asked, kind):
     """Rows of the state in another order than the batch; every third request asks for nothing, and its row holds another's tokens."""
@@ -199,7 +198,7 @@ def test_greedy_sampling_runs_the_kernel():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("vocab_size", "k"), [(1000, 1), (1000, 20), (37, 37), (50257, 5)])
+@pytest.mark.parametrize(("vocab_size", "k"), [(1000, 1), (37, 37), (50257, 5)])
 def test_top_logprobs_are_those_of_plain_jax(vocab_size, k):
     plain, kernel = jax.jit(partial(top_logprobs, k=k)), jax.jit(partial(top_logprobs, k=k, **KERNELS))
     for seed, kind in enumerate(KINDS):

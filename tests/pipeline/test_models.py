@@ -15,7 +15,6 @@ from tests.helpers.slow import slow_except
         [
             ("llama_tied", 2, 2, {"num_gpu_blocks_override": 12}),  # one table of the vocabulary, split, in both stages
             ("gpt2", 2, 1, {"num_gpu_blocks_override": 12}),  # positions are learned
-            ("gemma3", 4, 1, {}),  # a group of layers is spread over stages
             ("glm_moe_dsa", 2, 1, {"pipeline_parallel_layers": (1, 2)}),  # latents; the last layer takes the choice of tokens
             ("qwen3_next", 3, 1, {}),  # a stage keeps states by row and no blocks
         ],

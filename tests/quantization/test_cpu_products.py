@@ -53,10 +53,11 @@ def test_products(name, num_rows):
     arrays = weight(scheme, (3, 7), 384)
     x = np.random.default_rng(1).standard_normal((num_rows, 384)).astype(np.float32)
     exact = np.einsum("rk,abk->rab", x.astype(np.float64), numbers.widen(arrays, scheme, np).astype(np.float64))
-    found = jax.jit(lambda arrays, x: product(arrays, scheme, x))(arrays, x)
+    compute = jax.jit(lambda arrays, x: product(arrays, scheme, x))
+    found = compute(arrays, x)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, exact, atol=2e-6 * np.abs(exact).max())
-    narrow = product(arrays, scheme, jnp.asarray(x, jnp.bfloat16)[None])
+    narrow = compute(arrays, jnp.asarray(x, jnp.bfloat16)[None])
     assert narrow.shape == (1, num_rows, 3, 7) and narrow.dtype == ml_dtypes.bfloat16
     np.testing.assert_allclose(narrow[0].astype(np.float32), exact, atol=0.02 * np.abs(exact).max())
 

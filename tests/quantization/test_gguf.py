@@ -122,10 +122,7 @@ def assert_equal_logits(directory, size=1):
 
 def test_an_engine_answers_as_with_widened_weights(write):
     directory = write("Q4_1", "Q4_1", "Q4_1", "Q4_0", "Q4_K", "Q4_K", "Q6_K")
-    tokens, logprobs = quantized.answer(directory, dequantize=False)
-    wanted, wanted_logprobs = quantized.answer(directory)
-    assert tokens == wanted
-    np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
+    quantized.assert_answers(directory, directory, dequantize=False)
 
 
 def test_options(write, tmp_path):

@@ -137,17 +137,26 @@ CASES = {
     "wider than the threads": (2, (2, 1032 * 4), "bfloat16", 1),
     "several rows a CTA": (2, (5, 264), "bfloat16", 1, Plan(128, 2, 33, 1, 3, 1, 165)),
     "a row twice as wide as the threads": (2, (3, 1120), "bfloat16", 1, Plan(128, 2, 140, 2, 2, 1, 420)),
-    "two shots": (4, (9, 520), "bfloat16", 2),
+    "two shots": (4, (9, 264), "bfloat16", 2),
     "two shots, fewer rows than devices": (4, (2, 64), "bfloat16", 2),
     "two shots, float32, five devices": (5, (7, 132), "float32", 2),
     "two shots, several wide rows a CTA": (2, (7, 560), "float32", 2, Plan(128, 2, 140, 2, 2, 2, 980)),
 }
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+ALSO_WITHOUT_NORM = (
+    "two devices, one row",
+    "float32, three devices",
+    "several rows a CTA",
+    "a row twice as wide as the threads",
+    "two shots, fewer rows than devices",
+    "two shots, several wide rows a CTA",
+)
+
+
+@pytest.mark.parametrize(("case", "norm"), [*((case, True) for case in CASES), *((case, False) for case in ALSO_WITHOUT_NORM)])
 def test_sums_are_those_of_ranks_in_their_order_and_the_same_bits_everywhere(case, norm) -> None:
-    size, shape, dtype, shots, *plan = case
+    size, shape, dtype, shots, *plan = CASES[case]
     devices = Devices(size, seed=len(CASES) + norm)
     planned = plan[0] if plan else None
     checks = [sums(devices, shape, dtype, shots, norm=norm, residual=norm or i > 0, plan=planned) for i in range(3)]
@@ -215,7 +224,7 @@ def test_the_bits_of_an_empty_slot_can_be_added_up(dtype, shots) -> None:
     devices.assert_clean()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_calls_of_all_kinds_and_shapes_follow_each_other_in_one_workspace(seed) -> None:
     devices = Devices(3, seed)
     checks = []
