@@ -94,7 +94,6 @@ def test_the_encoder_computes_what_transformers_does(directory, is_whole, attent
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
     {"tensor_parallel_size": 2, "enable_lora": True, "max_loras": 1, "max_lora_rank": 8},
     {"share_layers": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
     {"disable_chunked_mm_input": True, "max_num_batched_tokens": 40, "token_buckets": (16, 40)},
@@ -103,7 +102,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", slow_except([], OPTIONS))
 def test_engines_say_what_transformers_says(make_core, options) -> None:
-    """More requests than rows, those with the same clips among them."""
+    """More requests than rows, those with the same clips among them. Without options: the tests below."""
     core = make_core(**options)
     check(core, requests(core, copies=2))
     core.scheduler.check_integrity()

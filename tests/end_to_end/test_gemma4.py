@@ -7,7 +7,7 @@ from jaxllm.runner.programs.key import ProgramKey
 from tests.helpers import engines
 from tests.helpers.parity import check
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
 @pytest.mark.slow

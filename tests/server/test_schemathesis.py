@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 schemathesis = pytest.importorskip("schemathesis")
 
-NUM_BODIES, NUM_OTHERS = 5, 2
+NUM_BODIES, NUM_OTHERS = 3, 1
 """Requests to each route in each mode: with bodies, and without."""
 ELSEWHERE = {"/sleep", "/wake_up", "/pause", "/start_profile", "/stop_profile"}
 """Routes that would stop the engine or write files."""
