@@ -223,7 +223,9 @@ def test_an_api_server_that_cannot_start_ends_the_server_with_the_reason(model: 
 
 @pytest.mark.newer
 def test_the_command_serves_the_demo_model_and_ends_with_its_engine(tmp_path: Path) -> None:
-    with serving("demo", tmp_path, command=("serve", "--max-num-seqs", "2", "--max-model-len", "256")) as server:
+    with serving(
+        "demo", tmp_path, command=("serve", "--max-num-seqs", "2", "--max-model-len", "256", "--warmup", "lazy")
+    ) as server:
         wait_until(lambda: "curl --unix-socket" in server.log(), "the first screen does not come")
         assert "demo is served at the Unix socket" in server.log() and "ready in" in server.log()
         children = server.children()

@@ -105,8 +105,8 @@ def test_a_head_leaves_tokens_as_they_are(tmp_path):
 def test_modules_in_turn_leave_tokens_as_they_are(tmp_path):
     """Prompts over a vocabulary so small that drafts are right now and then."""
     small = next_token.SPELLINGS["mimo_v2_flash"]
-    directory = next_token.write(small, tmp_path, 3, vocab_size=16)
-    options = {"method": "mtp", "num_speculative_tokens": 3}
+    directory = next_token.write(small, tmp_path, 2, vocab_size=16)
+    options = {"method": "mtp", "num_speculative_tokens": 2}
     core = engines.make_core(checkpoints.TARGET.name, model=str(directory), speculative_config=options)
     run_at_random(core, 16, NUM_STEPS)
     core.shutdown()
