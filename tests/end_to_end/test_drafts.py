@@ -26,7 +26,7 @@ def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     ("core", "work_out"),
     [
         *((draft_workout.NAME, work_out) for work_out in draft_workout.WORKOUTS),
-        *((name, draft_workout.interruptions_of_few_kinds) for name in ("qwen3_next", "nemotron_h")),
+        *((name, draft_workout.interruptions_of_few_kinds) for name in ("qwen3_5", "granite_hybrid")),
     ],
     indirect=["core"],
 )

@@ -28,8 +28,8 @@ LEFT_OUT = (
     *("qwen2_window", "cohere2"),  # test_windows; groups of layers as gemma3
     *("qwen3", "gpt2", "glm4"),  # pipeline/test_models; as llama_gqa
     "laguna",  # groups of layers as gemma3
-    "qwen3_5",  # states as qwen3_next
-    *("granite_hybrid", "lfm2"),  # test_parity_in_parallel; states as nemotron_h and qwen3_next
+    "qwen3_5",  # states as qwen3_next; test_drafts
+    *("granite_hybrid", "lfm2"),  # test_parity_in_parallel, test_drafts; states as nemotron_h and qwen3_next
 )
 """Engines keep and schedule these like others here; what differs is in the model, where tests/models compares all logits."""
 VARIANTS = [name for name in goldens.NAMES if name not in LEFT_OUT]
