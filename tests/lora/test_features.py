@@ -9,14 +9,12 @@ from jaxllm import LLM, LoRARequest, SamplingParams
 from tests.helpers import goldens, peft_files
 
 PROMPTS = [{"prompt_token_ids": [3 + (7 * i + 5 * j) % 110 for j in range(1 + 9 * i)]} for i in range(6)]
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {  # logprobs: test_parity.py
     "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.9, "seed": 3},
     "filtered": {"temperature": 0.9, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
     "biased": {"temperature": 0.0, "logit_bias": {7: 3.0, 9: -50.0}, "min_tokens": 4, "stop_token_ids": [11]},
     "allowed": {"temperature": 0.0, "allowed_token_ids": list(range(20, 60))},
-    "logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 1},
     "several": {"temperature": 1.0, "seed": 5, "n": 2},
 }
 OPTIONS = {

@@ -52,7 +52,7 @@ def test_no_request_is_a_fault_of_the_server(whole_client: Client, mode: Any) ->
             assert "internal_error" not in reply.text and "engine_error" not in reply.text, reply.text
 
         send()
-    assert statuses.count(400) > 40 and statuses.count(200) > 8 * (mode == schemathesis.GenerationMode.POSITIVE)
+    assert statuses.count(400) > 20 and statuses.count(200) >= 5 * (mode == schemathesis.GenerationMode.POSITIVE)
     assert whole_client.complete().status_code == 200
 
 
