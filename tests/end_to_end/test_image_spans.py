@@ -74,7 +74,8 @@ def furthest(core: EngineCore) -> float:
 
 @pytest.mark.slow
 def test_logprobs_of_prompts_are_those_of_transformers(make_core, tmp_path) -> None:
-    core = make_core(model=str(pictures.write("gemma3", tmp_path / "model")), max_num_batched_tokens=16)
+    """In chunks, on two devices."""
+    core = make_core(model=str(pictures.write("gemma3", tmp_path / "model")), tensor_parallel_size=2, max_num_batched_tokens=16)
     assert furthest(core) < 1e-4
 
 
@@ -86,9 +87,8 @@ def test_causal_attention_would_not_give_them(make_core, tmp_path, monkeypatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
-def test_chunks_give_the_tokens_of_whole_prompts(make_core, options) -> None:
-    core = make_core(**options)
+def test_chunks_give_the_tokens_of_whole_prompts(make_core) -> None:
+    core = make_core()
     whole = answers(core, mixed())
     assert {len(tokens) for tokens in whole.values()} == {8}
     other = request("other pixels", 5, image(1), 4, image(5), 3)

@@ -120,7 +120,7 @@ def test_chunks_and_preemption(variant, max_in_flight, enable_prefix_caching):
         ),
         ("llama_gqa", {"attention_implementation": "reference"}),
         ("llama_head_dim", {"tensor_parallel_size": 2, "attention_implementation": "triton"}),
-        ("deepseek_v2_lite", {"attention_implementation": "triton"}),
+        ("deepseek_v2_lite", {"tensor_parallel_size": 2}),
         (
             "qwen3_next",
             {"tensor_parallel_size": 2, "block_size": 8, "async_scheduling": False},

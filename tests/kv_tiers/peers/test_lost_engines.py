@@ -162,7 +162,6 @@ CASES: list[list[Any]] = [
         {"tensor_parallel_size": 2, "async_scheduling": False, "kv_cache_dtype": "fp8"},
     ],
     ["gemma3", {}, {}],
-    ["glm_moe_dsa", {}, {}],
 ]
 
 
