@@ -150,7 +150,7 @@ def interruptions(core: EngineCore, kinds: Sequence[dict] = (*DECODED, *FULL)) -
 
 
 def interruptions_of_few_kinds(core: EngineCore) -> None:
-    """The same with few programs, for what differs in neither draws nor logits: with drafts and without."""
+    """Interruptions with few programs, for what differs in neither draws nor logits: requests with drafts and without."""
     interruptions(core, (DECODED[0], DECODED[-1]))
 
 
