@@ -40,9 +40,9 @@ def answers(llm: LLM, adapter: LoRARequest | None, kinds: Iterable[str] = tuple(
 
 @pytest.mark.slow
 def test_requests_of_every_kind(tmp_path) -> None:
-    """With drafts, on two devices, and with so few blocks that some are preempted."""
+    """With drafts, and with so few blocks that some are preempted. On several devices: test_parity.py."""
     model, rank = "qwen3", 512
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "num_gpu_blocks_override": 14}
+    options: dict[str, Any] = {"num_gpu_blocks_override": 14}
     options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 1}
     adapter = peft_files.write(tmp_path / "adapter", goldens.FOLDER / model, rank=rank, strength=0.3)
     with LLM(str(goldens.FOLDER / model), enable_lora=True, max_lora_rank=rank, **OPTIONS, **options) as llm:
