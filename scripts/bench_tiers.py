@@ -75,7 +75,9 @@ def main() -> None:
         if not models:
             model.mkdir()
             # Random prompts leave out as many ids as there may be special ones.
-            config = shapes.tiny(shapes.LLAMA_8B) | {"vocab_size": 2048} if args.tiny else shapes.LLAMA_8B
+            config = (
+                shapes.tiny(shapes.LLAMA_8B) | {"vocab_size": 2048, "num_hidden_layers": 1} if args.tiny else shapes.LLAMA_8B
+            )
             (model / "config.json").write_text(json.dumps(config))
         sizes, rows = TINY if args.tiny else Sizes(), Rows(model.name, args.json)
         engines = Engines(model, sizes, {**(TINY_OPTIONS if args.tiny else {}), **dict(options)})

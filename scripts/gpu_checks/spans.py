@@ -27,7 +27,6 @@ STEPS = Steps(
 )
 TINY_STEPS = Steps(
     prompts=(40, 7, 1, 21),
-    first=(24, 0, 1, 9),
     spans=((0, 2, 9), (0, 15, 9), (0, 24, 9), (1, 1, 5), (3, 9, 9)),
     num_decodes=2,
     num_groups=2,

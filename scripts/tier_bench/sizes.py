@@ -74,7 +74,7 @@ TINY = Sizes(
     stretch_steps=5,
     launch_context=32,
     far_prompt=200,
-    far_host_gib=0.0012,
+    far_host_gib=0.0006,
 )
 TINY_OPTIONS: dict[str, Any] = {
     "dtype": "float32",

@@ -1,14 +1,17 @@
 """`jaxllm compile` writes what a new process starts from: nothing is traced or compiled, and the tokens are the same."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from jaxllm.cli.main import main
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError
@@ -30,46 +33,29 @@ from tests.helpers import engines, goldens
 def forbidden(self, key):
     raise AssertionError(f"{key} was traced")
 
-options = json.loads(sys.argv[1])
+StepPrograms.lower = forbidden
 compiled = []
-if "compiled_artifact" in options:
-    StepPrograms.lower = forbidden
-    listen = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
-core = EngineCore(EngineConfig.from_options(model=str(goldens.golden("llama_gqa").directory), **options))
+listen = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+jax.monitoring.register_event_duration_secs_listener(listen)
 prompt = goldens.golden("llama_gqa").results[4].prompt
 kinds = [{}, {"temperature": 0.7, "seed": 5}, {"logprobs": 2, "repetition_penalty": 1.2}, {"prompt_logprobs": 2}]
-requests = [engines.request(str(i), prompt, max_tokens=12, **kind) for i, kind in enumerate(kinds)]
-answers = engines.run(core, requests)
-programs = core.runner.programs
-print(json.dumps({
-    "tokens": [answers[str(i)].tokens for i in range(len(kinds))],
-    "num_compiled": programs.num_compiled + len(compiled), "num_loaded": programs.num_loaded,
-    "late": core.num_compiled_after_warmup,
-}))
-core.shutdown()
+for warmup in ("lazy", "all"):
+    options = {"model": str(goldens.golden("llama_gqa").directory), "warmup": warmup, **json.loads(sys.argv[1])}
+    core = EngineCore(EngineConfig.from_options(**options))
+    programs = core.runner.programs
+    num_loaded = programs.num_loaded
+    requests = [engines.request(str(i), prompt, max_tokens=12, **kind) for i, kind in enumerate(kinds)]
+    answers = engines.run(core, requests)
+    print(json.dumps({
+        "tokens": [answers[str(i)].tokens for i in range(len(kinds))], "num_loaded_at_start": num_loaded,
+        "num_compiled": programs.num_compiled + len(compiled), "num_loaded": programs.num_loaded,
+        "late": core.num_compiled_after_warmup,
+    }))
+    core.shutdown()
 """
 
 
 OPTIONS = {**engines.SMALL, "tensor_parallel_size": SIZE, "num_gpu_blocks_override": 29}
-
-
-def environment() -> dict[str, str]:
-    # Quick to compile, not quick to run.
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={SIZE} --xla_backend_optimization_level=0"
-    )
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
-def python(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def start(**options) -> dict:
-    return json.loads(python("-c", START, json.dumps({**OPTIONS, **options})).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -82,23 +68,25 @@ def artifact(tmp_path_factory) -> Path:
             flags.append(f"--{name}" if value else f"--no-{name}")
         else:
             flags += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    command = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
-    out = python("-c", command, "compile", str(goldens.golden(NAME).directory), "--output", str(directory), *flags)
-    assert out.startswith("19 programs")
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(["compile", str(goldens.golden(NAME).directory), "--output", str(directory), *flags]) == 0
+    assert out.getvalue().startswith("19 programs")
     return directory
 
 
 @pytest.mark.newer
 def test_a_new_process_starts_from_it_without_tracing_or_compiling(artifact):
-    started = start(compiled_artifact=str(artifact), warmup="all")
+    """And with lazy warm-up loads only what is needed."""
+    options = json.dumps({**OPTIONS, "compiled_artifact": str(artifact)})
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", START, options], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lazy, started = map(json.loads, done.stdout.splitlines())
+    assert lazy["num_compiled"] == 0 and lazy["num_loaded_at_start"] < lazy["num_loaded"] < 19
     assert (started["num_compiled"], started["num_loaded"], started["late"]) == (0, 19, 0)
-    assert started["tokens"][0] == goldens.golden(NAME).results[4].tokens[:12]
-    assert all(len(tokens) == 12 for tokens in started["tokens"])
-
-
-def test_only_what_is_needed_is_loaded_with_lazy_warm_up(artifact):
-    started = start(compiled_artifact=str(artifact), warmup="lazy")
-    assert started["num_compiled"] == 0 and started["num_loaded"] < 19
+    for each in (lazy, started):
+        assert each["tokens"][0] == goldens.golden(NAME).results[4].tokens[:12]
+        assert all(len(tokens) == 12 for tokens in each["tokens"])
 
 
 def engine(directory: Path, **options) -> EngineCore:
@@ -106,7 +94,8 @@ def engine(directory: Path, **options) -> EngineCore:
     return EngineCore(EngineConfig.from_options(model=model, **{**OPTIONS, "compiled_artifact": str(directory), **options}))
 
 
-def test_an_engine_that_differs_is_told_everything_in_which_it_does(artifact):
+def test_an_engine_that_differs_is_told_everything_in_which_it_does(artifact, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--of_another_machine")
     with pytest.raises(ConfigError) as caught:
         engine(artifact, max_num_seqs=3, max_logprobs=5)
     text = str(caught.value)
@@ -125,6 +114,4 @@ def test_a_cache_that_does_not_fit_here_is_refused(artifact, tmp_path):
 
 
 def test_compile_writes_into_no_directory_that_holds_something(artifact):
-    from jaxllm.cli.main import main
-
     assert main(["compile", str(goldens.golden(NAME).directory), "--output", str(artifact), "-q"]) == 1

@@ -7,7 +7,7 @@ from jaxllm.runner.programs.key import ProgramKey
 from tests.helpers import engines
 from tests.helpers.parity import check
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_drafts_on_two_devices_in_a_small_pool():
 
 @pytest.mark.slow
 def test_views_of_caches_and_layers_that_only_read_copy_none():
-    core = engines.make_core("gemma4", num_gpu_blocks_override=4000)
+    core = engines.make_core("gemma4", num_gpu_blocks_override=4000, warmup="lazy")
     assert core.memory_plan.cache.layers_per_block == 2
     temporary = core.runner.programs.get(ProgramKey("decode", 4)).memory_analysis().temp_size_in_bytes
     assert temporary < core.runner.caches[0].nbytes

@@ -14,7 +14,6 @@ from jaxllm.request import EngineCoreRequest, PromptItem
 from jaxllm.runner.paged_context import PagedContext
 from tests.helpers import engines, pictures, vision_checkpoint
 from tests.helpers.picture_requests import golden_requests, mixed_request
-from tests.helpers.slow import slow_except
 
 SOFT, START, END = 267, 266, 268
 """Ids of the placeholder, and of what stands around images."""
@@ -73,13 +72,10 @@ def furthest(core: EngineCore) -> float:
     return max(float(np.abs(found.logprobs[:, 0] - expected).max()) for found, expected in pairs if found is not None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    slow_except([], [{"max_num_batched_tokens": 16}, {}, {"tensor_parallel_size": 2, "max_num_batched_tokens": 16}]),
-    ids=str,
-)
-def test_logprobs_of_prompts_are_those_of_transformers(make_core, tmp_path, options) -> None:
-    core = make_core(model=str(pictures.write("gemma3", tmp_path / "model")), **options)
+@pytest.mark.slow
+def test_logprobs_of_prompts_are_those_of_transformers(make_core, tmp_path) -> None:
+    """In chunks, on two devices."""
+    core = make_core(model=str(pictures.write("gemma3", tmp_path / "model")), tensor_parallel_size=2, max_num_batched_tokens=16)
     assert furthest(core) < 1e-4
 
 
@@ -91,9 +87,8 @@ def test_causal_attention_would_not_give_them(make_core, tmp_path, monkeypatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
-def test_chunks_give_the_tokens_of_whole_prompts(make_core, options) -> None:
-    core = make_core(**options)
+def test_chunks_give_the_tokens_of_whole_prompts(make_core) -> None:
+    core = make_core()
     whole = answers(core, mixed())
     assert {len(tokens) for tokens in whole.values()} == {8}
     other = request("other pixels", 5, image(1), 4, image(5), 3)
@@ -139,15 +134,9 @@ def test_random_prompts_in_random_chunks(make_core) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"share_layers": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
-        {"attention_implementation": "triton", "kernel_check": "off", "kv_cache_dtype": "bfloat16"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_engines_of_all_kinds_say_the_same(make_core, options) -> None:
-    others = {"kv_cache_dtype": options["kv_cache_dtype"]} if "kv_cache_dtype" in options else {}
-    expected = answers(make_core(**others), mixed())
-    assert answers(make_core(max_num_batched_tokens=16, **options), mixed()) == expected
+def test_an_engine_with_drafts_and_shared_layers_says_the_same(make_core) -> None:
+    """With Triton's kernels: `spans` of tests/scripts/test_gpu_checks.py."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    expected = answers(make_core(), mixed())
+    found = answers(make_core(max_num_batched_tokens=16, share_layers=True, speculative_config=drafts), mixed())
+    assert found == expected

@@ -20,9 +20,9 @@ def make_core(name: str, directory: Path, **options: Any) -> EngineCore:
     return EngineCore(EngineConfig.from_options(**{**engines.SMALL, **small, "model": model, **options}))
 
 
-OF_EACH_KIND = ["qwen3_vl", "gemma3", "idefics3", "qwen2_5_vl"]
-"""Positions of three axes and features between layers; tokens of an image that see each other; tiles; windows of an encoder. The
-others have these parts, and what their layers compute is in tests/models/test_pictures.py."""
+OF_EACH_KIND = ["qwen3_vl", "idefics3", "qwen2_5_vl"]
+"""Positions of three axes and features between layers; tiles; windows of an encoder. The others have these parts, and what their layers
+compute is in tests/models/test_pictures.py. Tokens of an image that see each other: test_image_spans.py."""
 
 
 @pytest.fixture(scope="module", params=slow_except(["qwen3_vl"], OF_EACH_KIND))
@@ -67,8 +67,7 @@ IN_PARTS = {"mm_max_decode_step_patches": 100}
     ("name", "options"),
     [
         ("qwen3_vl_moe", {**RANKS, **IN_PARTS}),
-        ("qwen3_vl", {"tensor_parallel_size": 2, **IN_PARTS}),  # of all in parts: runner/test_images
-        ("internvl", IN_PARTS),
+        ("internvl", {"tensor_parallel_size": 2, **IN_PARTS}),  # of all in parts: runner/test_images
     ],
 )
 def test_other_engines(name, options, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""`jaxllm serve demo --prefill 2 --decode 2`: real engines behind one URL answer as one engine does."""
+"""`jaxllm serve demo --prefill 1 --decode 2`: real engines behind one URL answer as one engine does."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 TEXT = "Once upon a time there was a little cat who liked to play in the garden with her friend the dog. "
 FLAGS = (
     "--prefill",
-    "2",
+    "1",
     "--decode",
     "2",
     "--prefill-threshold",
@@ -35,9 +35,10 @@ FLAGS = (
     "512",
     "--retry-on-engine-death",
 )
-PREFILLS, DECODES = (0, 1), (2, 3)
+PREFILLS, DECODES = (0,), (1, 2)
 """Ranks of the engines."""
 SMALL = ("--max-num-seqs", "4", "--decode-buckets", "4", "--token-buckets", "64", "--warmup", "lazy")
+SMALL += ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 1}')
 CHUNKS = ("--max-num-batched-tokens", "64")
 """Blocks of a prompt are fetched while later ones are computed."""
 
@@ -45,7 +46,7 @@ CHUNKS = ("--max-num-batched-tokens", "64")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with serving("demo", tmp_path_factory.mktemp("server"), command=("serve", *FLAGS, *SMALL, *CHUNKS)) as server:
-        wait_until(lambda: _states(server) == ["serving"] * 4, "the server did not start")
+        wait_until(lambda: _states(server) == ["serving"] * 3, "the server did not start")
         yield server
         children = server.children()
         server.process.send_signal(signal.SIGTERM)
@@ -98,7 +99,6 @@ def shared_memory(server: ServerProcess) -> set[str]:
 
 ANSWERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
-    {"temperature": 1.0, "seed": 5},
     {"temperature": 0.8, "seed": 9, "n": 3, "top_p": 0.9},
     {"temperature": 1.0, "seed": 3, "structured_outputs": {"regex": "[a-f]{6,9}"}},
 )
@@ -133,17 +133,17 @@ def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: 
     engines = server.children("jaxllm.engine.process")
     environments = [(Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0") for pid in engines]
     tokens = {next(each for each in found if each.startswith(b"JAXLLM_KV_TOKEN=")) for found in environments}
-    assert len(engines) == 4 and len(tokens) == 1
+    assert len(engines) == 3 and len(tokens) == 1
     with ExitStack() as stack:
         client, pool = stack.enter_context(server.client()), stack.enter_context(ThreadPoolExecutor(16))
-        client.timeout = 300.0  # four engines compile at the same time
+        client.timeout = 300.0  # three engines compile at the same time
 
         def ask(name: str, number: int) -> list[str]:
             return texts_of(complete(client, f"{name} {number}: {TEXT * 6}", temperature=0, max_tokens=16))
 
         def passes_on(name: str) -> None:
-            """Have every prefill engine store blocks, and every decode engine fetch some."""
-            counted = {0: "kv_offload_store_bytes", 1: "kv_offload_store_bytes", 2: "kv_pull_bytes", 3: "kv_pull_bytes"}
+            """Have the prefill engine store blocks, and every decode engine fetch some."""
+            counted = {0: "kv_offload_store_bytes", 1: "kv_pull_bytes", 2: "kv_pull_bytes"}
             before = {rank: metric(client, f"{each}_total", rank) for rank, each in counted.items()}
             list(pool.map(partial(ask, name), range(8)))
             for rank, each in counted.items():
@@ -151,7 +151,7 @@ def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: 
 
         passes_on("before")
         asked = [pool.submit(ask, "killed", number) for number in range(16)]
-        for rank, pid in ((0, min(engines)), (3, max(engines))):  # engines are started in the order of their ranks
+        for rank, pid in ((0, min(engines)), (2, max(engines))):  # engines are started in the order of their ranks
             until(client, "num_requests_running", rank, (1.0).__le__)
             until(client, "kv_leases", rank, (0.0 if rank in DECODES else 1.0).__le__)
             os.kill(pid, signal.SIGKILL)
@@ -159,9 +159,9 @@ def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: 
         for number in (0, 5, 10, 15):
             alone = {"temperature": 0, "max_tokens": 16, "prompt_logprobs": 0}
             assert answers[number] == texts_of(complete(client, f"killed {number}: {TEXT * 6}", **alone))
-        wait_until(lambda: _states(server) == ["serving"] * 4, "they were not started again")
+        wait_until(lambda: _states(server) == ["serving"] * 3, "they were not started again")
         passes_on("after")
-        for rank in range(4):
+        for rank in range(3):
             for gauge in ("kv_leases", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
                 until(client, gauge, rank, (0.0).__eq__)
     wait_until(lambda: len(shared_memory(server)) == len(PREFILLS), "memory of an engine that was killed is mapped")

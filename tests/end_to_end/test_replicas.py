@@ -10,9 +10,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_tokens_are_those_of_one_engine() -> None:
-    """Greedy, seeded, with logprobs, several answers; each of two devices."""
+    """Greedy, seeded, with logprobs, several answers."""
     model = str(goldens.golden("llama_gqa").directory)
-    options = {**SMALL, "model": model, "dtype": "float32", "tensor_parallel_size": 2, "disable_log_stats": False}
+    options = {**SMALL, "model": model, "dtype": "float32", "disable_log_stats": False}
     options["warmup"] = "lazy"  # idle engine processes would compile what nothing here needs
     prompts = [{"prompt_token_ids": [3 + (7 * row + 5 * place) % 90 for place in range(9 + 5 * row)]} for row in range(10)]
     params = [

@@ -79,9 +79,8 @@ def test_logprobs_change_no_token(core, alone, asked):
         assert engines.run(core, [request])[kind].tokens == alone[kind]
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_among_64_strangers(core, alone, async_scheduling):
-    engines.reschedule(core, async_scheduling=async_scheduling)
+def test_among_64_strangers(core, alone):
+    engines.reschedule(core)
     crowd = list(strangers(64, seed=1))
     for i, kind in enumerate(TARGETS):
         crowd.insert(20 * (i + 1), target(kind))

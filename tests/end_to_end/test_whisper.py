@@ -74,7 +74,7 @@ def test_the_encoder_computes_what_transformers_does(directory, attention) -> No
     np.testing.assert_allclose(found, GOLDEN["encoded"], atol=1e-5)
 
 
-@pytest.mark.parametrize("options", slow_except([], [{}, {"tensor_parallel_size": 2}, {"share_layers": True, **TRITON}]))
+@pytest.mark.parametrize("options", slow_except([], [{"tensor_parallel_size": 2}, {"share_layers": True, **TRITON}]))
 def test_engines_say_what_transformers_says(make_core, options) -> None:
     """More requests than rows, then one alone in a row that others have used."""
     core = make_core(**options)

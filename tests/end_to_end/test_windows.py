@@ -97,7 +97,7 @@ SIX_LAYERS = {
 
 
 def test_six_layers_share_the_arrays_of_two():
-    """Two groups with a window and one without, over two devices, in fp8."""
+    """Two groups with a window and one without, in fp8."""
     found = []
     for disabled in (True, False):
         core = engines.make_core(
@@ -106,7 +106,6 @@ def test_six_layers_share_the_arrays_of_two():
             num_gpu_blocks_override=81,
             **LONG,
             **SIX_LAYERS,
-            tensor_parallel_size=2,
             kv_cache_dtype="fp8",
         )
         answers = engines.run(core, requests_of("qwen2_window"))

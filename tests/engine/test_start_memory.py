@@ -33,10 +33,9 @@ class NewArrays:
         return [array for array in jax.live_arrays() if id(array) not in known and not array.is_deleted()]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_engine_that_has_ended_holds_nothing(size) -> None:
+def test_an_engine_that_has_ended_holds_nothing() -> None:
     alive = NewArrays()
-    llm = open_llm(size)
+    llm = open_llm(2)
     params = [
         SamplingParams(temperature=1.0, seed=1, presence_penalty=0.5, logprobs=1, max_tokens=3),
         SamplingParams(max_tokens=3),
@@ -50,7 +49,6 @@ def test_an_engine_that_has_ended_holds_nothing(size) -> None:
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ("allocate_caches", DEVICE),
         ("allocate_caches", NCCL),
         ("warm_up", DEVICE),
         ("_new_row_arrays", DEVICE),

@@ -150,8 +150,8 @@ def interruptions(core: EngineCore, kinds: Sequence[dict] = (*DECODED, *FULL)) -
 
 
 def interruptions_of_few_kinds(core: EngineCore) -> None:
-    """The same with few programs, for what differs in neither draws nor logits: one of each number of drafts, and one apart."""
-    interruptions(core, (DECODED[0], {"num_speculative_tokens": 1}, DECODED[-1], FULL[0]))
+    """Interruptions with few programs, for what differs in neither draws nor logits: requests with drafts and without."""
+    interruptions(core, (DECODED[0], DECODED[-1]))
 
 
 def the_longest_requests(core: EngineCore) -> None:

@@ -63,6 +63,7 @@ def make_core(
 ) -> EngineCore:
     """An engine over a golden's checkpoint; options added to SMALL or replacing it.
 
+    With warmup "lazy", a program is compiled when it is first needed; else those that almost all tests need are compiled now.
     shares_programs: with the engines of the same options that were made so before. For tests that replace nothing of what programs compute.
     """
     model = str(goldens.golden(name).directory)
@@ -72,7 +73,7 @@ def make_core(
         shared = _PROGRAMS.setdefault(repr(sorted((k, v) for k, v in options.items() if k not in _NOT_OF_PROGRAMS)), {})
         shared.update(core.runner.programs._compiled)
         core.runner.programs._compiled = shared
-    for runner in getattr(core.runner, "stages", (core.runner,)):
+    for runner in getattr(core.runner, "stages", (core.runner,)) if options.get("warmup") != "lazy" else ():
         buckets = runner.buckets
         largest = [ProgramKey("forward", buckets.tokens[-1])]
         if core.model_config.generates and core.scheduler.drafts is None:  # with drafts, steps have as many widths as tests use

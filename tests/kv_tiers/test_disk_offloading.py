@@ -20,7 +20,6 @@ from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts,
 
 CASES: list[list[Any]] = [
     ["qwen3", {}],
-    ["qwen3", {"kv_cache_dtype": "fp8"}],
     ["gpt_oss", {"num_gpu_blocks_override": 40}],
 ]
 DISK = {"kv_offloading_size": 0.01, "kv_offloading_disk": "DIR", "kv_offloading_disk_size": 1.0}
@@ -91,7 +90,7 @@ def test_another_engine_reads_what_one_wrote_and_writes_the_same_tokens(case: li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), [("qwen2", (2, 4)), ("qwen2", (4, 1)), ("deepseek_v3", (2, 1))])
+@pytest.mark.parametrize(("name", "sizes"), [("qwen2", (4, 2))])
 def test_files_do_not_depend_on_how_many_devices_share_the_heads(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     prompts = make_prompts(8)
     wanted = expected(name, prompts)

@@ -25,7 +25,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1,
 CASES: list[list[Any]] = [
     ["qwen3", {}],
     ["qwen3", {"kv_cache_dtype": "fp8"}],
-    ["gpt_oss", {"num_gpu_blocks_override": 40, "tensor_parallel_size": 2}],
     ["glm_moe_dsa", {"tensor_parallel_size": 2, "async_scheduling": False}],
     ["llama_gqa", {"speculative_config": NGRAM}],
 ]

@@ -22,7 +22,6 @@ from tests.helpers import goldens, peft_files
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("mixtral", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         "llama_tied",
         pytest.param("gemma3", marks=pytest.mark.slow),

@@ -60,10 +60,8 @@ CASES = [
     pytest.param(
         Case("llama_tied", 2, EVERYWHERE, [*LAYERS[:7], "embed_tokens", "lm_head"], stages=(1, 1)), marks=pytest.mark.slow
     ),
-    pytest.param(Case("gemma3", 1, stages=(1, 2, 1)), marks=pytest.mark.slow),
     # The first stage has no slots.
     pytest.param(Case("llama_tied", 1, HEADS, ["lm_head"], stages=(1, 1)), marks=pytest.mark.slow),
-    pytest.param(Case("llama_gqa", 4), marks=pytest.mark.slow),
     pytest.param(Case("qwen3_moe", 2, MIXED, [*LAYERS, "embed_tokens", "lm_head"]), marks=pytest.mark.slow),
 ]
 
@@ -161,6 +159,7 @@ def test_tokens_are_the_same_without_logprobs(served):
     assert all(a.tokens == b.tokens for name in names for a, b in zip(first[name], second[name], strict=True))
 
 
+@pytest.mark.parametrize("served", CASES[:1], ids=str, indirect=True)
 def test_scripts_name_them_by_lora_requests(served, tmp_path):
     """Loaded ones by their names and paths, and new ones."""
     case, folder, core = served

@@ -41,11 +41,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one stage", "two stages"])
-def shared_core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
+@pytest.fixture(scope="module")
+def shared_core() -> Iterator[EngineCore]:
     core = engines.make_core(
         MODEL,
-        pipeline_parallel_size=request.param,
         enable_lora=True,
         max_loras=2,
         max_lora_rank=8,

@@ -188,7 +188,6 @@ def test_a_decode_has_room_for_the_new_blocks_of_its_rows(num_drafts, num_lookah
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("qwen2", {"dtype": "float32"}),
         ("qwen2", {"dtype": "bfloat16"}),
         ("qwen2", {"dtype": "float32", "kv_cache_dtype": "fp8"}),
         ("qwen2_window", {"dtype": "float32"}),  # two layers that share their arrays

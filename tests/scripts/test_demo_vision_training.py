@@ -127,15 +127,15 @@ def test_training_with_workers_lowers_the_loss_and_a_lost_worker_is_told(tokeniz
         trainer.train(
             workers,
             time.monotonic() + 120,
-            max_steps=25,
+            max_steps=18,
             report=lines.append,
             checkpoint=lambda: saved.append(1),
             log_seconds=0.0,
             checkpoint_seconds=0.0,
         )
         losses = [float(line.split("loss ")[1].split()[0]) for line in lines if "loss" in line]
-        assert losses[-1] < 0.7 * losses[0]
-        assert saved and "trained 25 steps" in lines[-1]
+        assert losses[-1] < 0.8 * losses[0]
+        assert saved and "trained 18 steps" in lines[-1]
         workers._processes[0].terminate()
         with pytest.raises(RuntimeError, match="has ended"):
             while True:

@@ -200,18 +200,6 @@ def test_one_url_over_prefill_and_decode_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_the_policy_fail_a_failed_first_leg_is_an_error(tmp_path: Path) -> None:
-    model = write_tokenizer(tmp_path / "model")
-    legs = Legs(model)
-    with serving(model, tmp_path, **OPTIONS, kv_load_failure_policy="fail") as server, server.wait_ready().client() as client:
-        answer = chat(client, f"lose {LONG}")
-        assert answer.status_code == 500 and answer.json()["error"]["message"] == "the engine failed on this request"
-        assert [leg["role"] for leg in legs.new()] == ["prefill"]
-        assert chat(client, f"unkept {LONG}").status_code == 200, "host memory of the prefill engine is full"
-        assert [leg["role"] for leg in legs.new()] == ["prefill", "decode"]
-
-
-@pytest.mark.slow
 def test_failures_and_cancellations_of_each_leg(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model")
     legs = Legs(model)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 schemathesis = pytest.importorskip("schemathesis")
 
-NUM_BODIES, NUM_OTHERS = 5, 2
+NUM_BODIES, NUM_OTHERS = 3, 1
 """Requests to each route in each mode: with bodies, and without."""
 ELSEWHERE = {"/sleep", "/wake_up", "/pause", "/start_profile", "/stop_profile"}
 """Routes that would stop the engine or write files."""
@@ -52,7 +52,7 @@ def test_no_request_is_a_fault_of_the_server(whole_client: Client, mode: Any) ->
             assert "internal_error" not in reply.text and "engine_error" not in reply.text, reply.text
 
         send()
-    assert statuses.count(400) > 40 and statuses.count(200) > 8 * (mode == schemathesis.GenerationMode.POSITIVE)
+    assert statuses.count(400) > 20 and statuses.count(200) >= 5 * (mode == schemathesis.GenerationMode.POSITIVE)
     assert whole_client.complete().status_code == 200
 
 

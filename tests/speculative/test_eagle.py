@@ -61,13 +61,6 @@ EMBEDDING = np.random.default_rng(5).standard_normal((V, H)).astype(np.float32)
             False,
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {**CONFIG, "num_hidden_layers": 2},
-            head_tensors(is_third=False, layer="layers.0", num_layers=2),
-            1,
-            False,
-            marks=pytest.mark.slow,
-        ),
     ],
     ids=[
         "eagle3",
@@ -77,7 +70,6 @@ EMBEDDING = np.random.default_rng(5).standard_normal((V, H)).astype(np.float32)
         "eagle own head tp2",
         "eagle3 two layers tp2",
         "eagle3 norm",
-        "eagle two layers",
     ],
 )
 def test_drafts_are_those_of_the_head_alone(tmp_path, config, weights, size, is_drawn):

@@ -51,23 +51,6 @@ def count_steps(core: EngineCore, wanted) -> tuple[dict[str, list[int]], int]:
     return tokens_of(answers), len(steps)
 
 
-@pytest.mark.slow
-def test_a_model_that_drafts_for_itself_is_always_right():
-    """Drafts have the request's own noise. Also with a cached beginning, prompts in parts, and after a preemption."""
-    options = {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": 2}
-    core = engines.make_core(TARGET.name, speculative_config=options)
-    wanted = expected(core, max_tokens=64)
-    engines.reschedule(core, max_in_flight=1)
-    for _ in ("computed", "cached"):
-        found, num_steps = count_steps(core, requests()[:1])
-        assert found["0"] == wanted["0"][:20] and num_steps <= 1 + 20 // 3 + 1
-    engines.reschedule(core, num_blocks=12, max_num_batched_tokens=16)
-    answers = engines.run(core, requests(max_tokens=64))
-    assert tokens_of(answers) == wanted
-    assert any(answer.num_preemptions for answer in answers.values())
-    core.shutdown()
-
-
 def compare_drafts(core: EngineCore, drafts_of: Callable[[list[int]], list[int]]) -> Callable[..., None]:
     """A check to call after each step of an engine with one step in flight: its rows must have the drafts that follow their tokens."""
     num_compared = 0

@@ -23,7 +23,6 @@ FORMS = {
 }
 SAMPLING = {
     "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.8, "seed": 5},
     "penalties": {"temperature": 0.7, "seed": 6, "frequency_penalty": 0.1, "logprobs": 3},
 }
 

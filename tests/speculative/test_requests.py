@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "def get_{0}(self):\n    return self._{0}\n\n"
 REPETITIVE = "".join(PROMPT.format(name) for name in ("name", "age", "size", "name"))
-NUM_DRAFTS = 3
+NUM_DRAFTS = 2
 SIZES = {"max_num_seqs": 2, "max_model_len": 128, "decode_buckets": (2,), "token_buckets": (64,), "max_num_batched_tokens": 64}
 
 

@@ -156,14 +156,12 @@ def test_an_engine_with_another_token_or_model_is_not_asked_again(one: Runner, m
 
 
 CASES: list[list[Any]] = [
-    ["qwen3", {"max_num_batched_tokens": 32, "token_buckets": (32,)}, {"tensor_parallel_size": 2, "async_scheduling": False}],
     [
         "qwen3",
+        {"max_num_batched_tokens": 32, "token_buckets": (32,), "kv_cache_dtype": "fp8"},
         {"tensor_parallel_size": 2, "async_scheduling": False, "kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": "fp8"},
     ],
     ["gemma3", {}, {}],
-    ["glm_moe_dsa", {}, {}],
 ]
 
 
