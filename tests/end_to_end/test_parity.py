@@ -25,7 +25,6 @@ LEFT_OUT = (
     *("gemma4", "gemma4_moe"),  # test_gemma4; groups of layers as gemma3
     "mimo_v2_flash",  # groups of layers as gemma3, sinks as gpt_oss; widths of values in tests/models
     "deepseek_v3",  # latents as deepseek_v2_lite has
-    "glm_moe_dsa",  # test_live_against_transformers, as deepseek_v32
     "qwen3_next",  # test_other_engines, test_linear_attention; states as nemotron_h
     *("qwen2_window", "cohere2"),  # test_windows; groups of layers as gemma3
     *("qwen3", "gpt2", "glm4"),  # pipeline/test_models; as llama_gqa
