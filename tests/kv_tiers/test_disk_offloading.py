@@ -34,7 +34,7 @@ def make_with_disk(directory: Path, name: str = "qwen3", num_slots: int = NUM_SL
     """An engine with few blocks and slots, and files in this directory."""
     core = make(name, **{**DISK, "kv_offloading_disk": str(directory), **options})
     tier = tier_of(core)
-    tier.contents = tier._stores._contents = Contents(num_slots)
+    tier.contents = tier._stores._contents = tier._loads._contents = Contents(num_slots)
     tier._stores._num_cold = num_slots // 4
     wait_until(lambda: store_of(core)._folder is not None)
     return core
