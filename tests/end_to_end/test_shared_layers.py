@@ -12,7 +12,6 @@ from tests.helpers.parity import check
 
 NUM_PIECES = {
     "qwen3": (2, 1),
-    "gemma3": (2, 2),
     "qwen3_next": (2, 2),
 }
 """By golden: pieces of layers that a decode runs, and how many of them differ."""

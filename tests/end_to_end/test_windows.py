@@ -88,31 +88,3 @@ def test_prefixes_are_found_where_their_last_window_is_cached(model):
     assert manager is not core.scheduler.cache_manager
     answers = engines.run(core, [request])
     assert answers["1"].num_cached_tokens == 0 and answers["1"].tokens == expected["1"]
-
-
-SIX_LAYERS = {
-    "hf_overrides": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
-    "load_format": "dummy",
-}
-
-
-def test_six_layers_share_the_arrays_of_two():
-    """Two groups with a window and one without, in fp8."""
-    found = []
-    for disabled in (True, False):
-        core = engines.make_core(
-            "qwen2_window",
-            disable_hybrid_kv_cache_manager=disabled,
-            num_gpu_blocks_override=81,
-            **LONG,
-            **SIX_LAYERS,
-            kv_cache_dtype="fp8",
-        )
-        answers = engines.run(core, requests_of("qwen2_window"))
-        found.append((tokens(answers), core.stats().num_preemptions))
-        assert len(core.runner.caches) == (12 if disabled else 4)
-        assert len(core.memory_plan.cache.groups) == (1 if disabled else 3)
-        core.shutdown()
-    (expected, _), (answers, num_preemptions) = found
-    assert len({token for answer in expected.values() for token in answer}) > 10, "the answers say something"
-    assert answers == expected and num_preemptions > 0

@@ -1,4 +1,7 @@
-"""Two engines of a model whose layers keep a state by row: the prompt's states come with its blocks, or all of it is computed."""
+"""Two engines of a model whose layers keep a state by row: the prompt's states come with its blocks, or all of it is computed.
+
+On other numbers of devices states have the same bytes: tests/runner/test_state_copies.py.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -40,15 +43,6 @@ ONE_TOKEN = SamplingParams(temperature=0.0, seed=0, max_tokens=1)
 def engines() -> Iterator[tuple[Runner, Runner, Runner]]:
     """One that computes all in one step, one of each role; the prefill engine computes chunks."""
     cores = make_core(NAME, num_gpu_blocks_override=NUM_BLOCKS), make(NAME, **PREFILL, **CHUNKS), make(NAME, **DECODE)
-    yield tuple(map(Runner, cores))
-    for core in cores:
-        core.shutdown()
-
-
-@pytest.fixture(scope="module")
-def on_two_devices() -> Iterator[tuple[Runner, Runner]]:
-    """One of each role."""
-    cores = make(NAME, **PREFILL, tensor_parallel_size=2), make(NAME, **DECODE, tensor_parallel_size=2)
     yield tuple(map(Runner, cores))
     for core in cores:
         core.shutdown()
@@ -96,16 +90,6 @@ def test_tokens_are_those_of_one_engine(
             assert decode.loaded_tokens[last.request_id] == {"peer": num_passed}
         wait_until(lambda: have_ended(prefill))
     assert prefill.prefill(prompt_of(16)) is None, "there is no full block before the last token"
-
-
-@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
-def test_engines_on_other_numbers_of_devices(engines: Any, on_two_devices: Any, sender: int, receiver: int) -> None:
-    one = engines[0]
-    prefill, decode = (engines[1], on_two_devices[0])[sender], (engines[2], on_two_devices[1])[receiver]
-    prompt = prompt_of(90, 200 + 2 * sender + receiver)
-    tokens, last = decode.decode(prompt, prefill.prefill(prompt))
-    assert tokens == one.run(prompt)[0] and last.num_cached_tokens == 80
-    decode.core.check_integrity()
 
 
 def test_many_at_once(engines: Any) -> None:
