@@ -40,6 +40,7 @@ SMALL_POOL = {
     "cohere2": 30,
     "exaone4": 30,
     "gemma3": 30,
+    "gpt_oss": 14,
     "olmo3": 30,
 }
 """Number of blocks; by default 12, of which 11 are usable, while four requests of up to 104 tokens need 7 each. Requests that hold
