@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from jaxllm import log
 
@@ -106,6 +107,8 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+# Nor do they depend on constants in the source of what happens to be imported, which takes each process 2 to 4 s to read.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture(scope="module", autouse=True)

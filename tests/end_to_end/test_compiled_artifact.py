@@ -88,7 +88,6 @@ def artifact(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.newer
 def test_a_new_process_starts_from_it_without_tracing_or_compiling(artifact):
     started = start(compiled_artifact=str(artifact), warmup="all")
     assert (started["num_compiled"], started["num_loaded"], started["late"]) == (0, 19, 0)
