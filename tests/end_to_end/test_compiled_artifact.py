@@ -74,7 +74,6 @@ def artifact(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.newer
 def test_a_new_process_starts_from_it_without_tracing_or_compiling(artifact):
     """And with lazy warm-up loads only what is needed."""
     options = json.dumps({**OPTIONS, "compiled_artifact": str(artifact)})

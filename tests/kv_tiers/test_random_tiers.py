@@ -54,7 +54,7 @@ def run(seed: int, chosen: dict[str, Any]) -> tuple[int, int, int]:
     return num_steps, made[0].num_written, sum(store.num_read for store in stores)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), **{name: st.sampled_from(values) for name, values in {**OTHERS, **HOST_CHOICES}.items()})
 def test_random_schedules(seed: int, **chosen: Any) -> None:
     run(seed, chosen)

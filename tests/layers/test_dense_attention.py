@@ -42,7 +42,8 @@ def test_matches_loops_over_one_sequence(window, soft_cap, sinks):
     q, k, v = arrays()
     attend = dense_attend(jnp.arange(T))
     expected = naive(q, k, v, lambda t, s: s <= t and (window is None or t - s < window), soft_cap, sinks)
-    got = attend(0, project(q, k, v), scale=0.5, window=window, soft_cap=soft_cap, sinks_KG=sinks)
+    options = {"scale": 0.5, "window": window, "soft_cap": soft_cap, "sinks_KG": sinks}
+    got = jax.jit(lambda *qkv: attend(0, project(*qkv), **options))(q, k, v)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 

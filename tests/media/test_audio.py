@@ -81,7 +81,7 @@ def test_blocks_are_resampled_as_the_whole(rate: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("jaxllm.media.resampling.STEP_SAMPLES", 5000)
     rng, divisor = np.random.default_rng(rate), math.gcd(rate, 16000)
-    for count in (1, 17, 4999, 60_000, 100_001):
+    for count in (1, 17, 4999, 30_001):
         samples = rng.normal(size=count).astype(np.float32)
         cuts = sorted(rng.integers(0, count, 5))
         expected = resample_poly(samples, 16000 // divisor, rate // divisor)

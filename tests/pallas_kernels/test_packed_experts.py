@@ -46,7 +46,9 @@ def weight_and_values(shapes: Shapes, *shape: int) -> tuple[PackedExperts, np.nd
     def by_expert(array: Any) -> Any:
         return None if array is None else jnp.asarray(array.reshape(*lead, N, *array.shape[1:]))
 
-    weight = pack_experts(shapes.number, *map(by_expert, (stored.codes, stored.scale, stored.zero, stored.factor)))
+    weight = jax.jit(pack_experts, static_argnums=0)(
+        shapes.number, *map(by_expert, (stored.codes, stored.scale, stored.zero, stored.factor))
+    )
     return weight, stored.values(shapes.number, np.arange(shapes.num_outputs)).astype(np.float32).reshape(shape)
 
 
@@ -93,7 +95,7 @@ def error(plain: dict, got: jax.Array, activation: str) -> float:
 def test_packed_weights_have_the_values_that_are_stored(name):
     weight, values = weight_and_values(STORED[name], 3, 2, 40, 192)
     assert weight.shape == (3, 2, 64, 192) and len(weight) == 3 and weight.dtype == type_of(STORED[name].number)
-    wide = np.asarray(weight.astype(jnp.float32))
+    wide = np.asarray(jax.jit(lambda weight: weight.astype(jnp.float32))(weight))
     np.testing.assert_allclose(wide[:, :, :40], values, rtol=3e-7)
     assert not wide[:, :, 40:].any()
     np.testing.assert_array_equal(weight[1, 0].astype(jnp.float32), wide[1, 0])

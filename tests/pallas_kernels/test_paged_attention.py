@@ -276,7 +276,9 @@ def test_garbage_in_the_table_past_a_rows_pages_is_harmless(implementation: str)
 
 def test_tiles_cover_every_token_once_and_never_cross_rows() -> None:
     query_start, kv_length, num_tokens = jnp.array([0, 0, 5, 6, 20]), jnp.array([0, 9, 1, 14]), 27
-    tiles = np.asarray(make_tiles(query_start.astype(jnp.int32), kv_length.astype(jnp.int32), num_tokens, 4))
+    tiles = np.asarray(
+        jax.jit(make_tiles, static_argnums=(2, 3))(query_start.astype(jnp.int32), kv_length.astype(jnp.int32), num_tokens, 4)
+    )
     assert len(tiles) == max_tiles(num_tokens, 4, 4)
     covered = []
     for tile in tiles[tiles[:, COUNT] > 0]:

@@ -35,6 +35,9 @@ from tests.helpers.lowering import a_gpu_to_lower_for
 from tests.helpers.ptx_registers import run_ptx
 from tests.helpers.slow import slow_except
 
+# Operation by operation each of them would be dozens of programs.
+pack_words, unpack_words = (jax.jit(function, static_argnums=1) for function in (pack_words, unpack_words))
+widened = jax.jit(widened)
 needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernels use")
 FORMATS = {
     "int4 by 128": Shapes("int4", 128, 256, 128),
@@ -125,7 +128,7 @@ def test_instructions_decode_every_code_in_every_register(number):
     codes = np.array([code for code in range(1 << decoder.bits) if number != "e4m3" or code & 0x7F != 0x7F], np.uint32)
     low, high = (x.reshape(-1) for x in np.meshgrid(codes, codes))
     # float32 of a CPU has no subnormal numbers, which are no values here.
-    expected = [np.asarray(decoder.widen(jnp.asarray(each, jnp.uint8))).view(np.uint16) for each in (low, high)]
+    expected = [np.asarray(jax.jit(decoder.widen)(each.astype(np.uint8))).view(np.uint16) for each in (low, high)]
     for register in range(16 // decoder.bits):
         noise = np.random.default_rng(register).integers(0, 1 << 32, len(low), dtype=np.uint32)
         mask = np.uint32(((1 << decoder.bits) - 1) * 0x10001 << decoder.bits * register)
@@ -137,7 +140,7 @@ def test_instructions_decode_every_code_in_every_register(number):
 
 
 def test_numbers_are_what_their_types_say():
-    every = jnp.arange(256, dtype=jnp.uint8)
+    every = np.arange(256, dtype=np.uint8)
     for number, expected in (
         ("int4", np.arange(16.0) - 8),
         ("e2m1", [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
@@ -145,7 +148,7 @@ def test_numbers_are_what_their_types_say():
         ("int8", np.arange(256, dtype=np.uint8).view(np.int8)),
         ("e4m3", np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)),
     ):
-        got = DECODERS[number].widen(every[: 1 << DECODERS[number].bits])
+        got = jax.jit(DECODERS[number].widen)(every[: 1 << DECODERS[number].bits])
         np.testing.assert_array_equal(np.asarray(got, np.float64), np.asarray(expected).astype(np.float64))
 
 
@@ -161,7 +164,7 @@ def test_plain_products_against_numpy(name, implementation):
 def test_wrong_results_are_found():
     shapes = Shapes("int4", 2000, 128, 64)
     x, (weight,) = host_arrays(shapes, 9)
-    got = np.asarray(product(jnp.asarray(x), weight, implementation="xla"))
+    got = np.asarray(jax.jit(partial(product, implementation="xla"))(x, weight))
     assert got.shape == (9, 2048) and host_error(shapes, x, (weight,), got) <= tolerance(shapes)
     lost, padded, swapped = got.copy(), got.copy(), got.copy()
     lost[5, 1111] = np.nan

@@ -81,17 +81,23 @@ def test_splits_of_a_few_queries_combine_to_the_whole(num_splits: int) -> None:
 WIDE = {"num_kv_heads": 2, "head_dim": 64, "page_size": 16, "poison": True}
 MOSAIC = {
     "rows over several workers": (Batch("", decodes=(5, 64, 0, 69, 130), num_queries=5, num_groups=4, **WIDE), 5),
-    "window, soft cap, an odd group": (
-        Batch("", decodes=(100, 3), num_queries=3, num_groups=3, window=40, soft_cap=2.0, **WIDE),
-        3,
-    ),
     "sinks, of whole rows and of rows in parts": (
         Batch("", decodes=(8, 150, 0, 66), num_queries=8, num_groups=1, has_sinks=True, **WIDE),
         4,
     ),
-    "8-bit cache": (
-        Batch("", decodes=(70, 2), num_queries=2, num_groups=4, cache_dtype="float8_e4m3fn", has_scales=True, **WIDE),
-        2,
+    "8-bit cache, window, soft cap, an odd group": (
+        Batch(
+            "",
+            decodes=(100, 3),
+            num_queries=3,
+            num_groups=3,
+            window=40,
+            soft_cap=2.0,
+            cache_dtype="float8_e4m3fn",
+            has_scales=True,
+            **WIDE,
+        ),
+        3,
     ),
     "more queries than registers hold": (
         Batch("", decodes=(70, 17), num_queries=17, num_groups=8, **WIDE | {"num_kv_heads": 1, "head_dim": 128}),

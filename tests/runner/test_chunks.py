@@ -1,5 +1,6 @@
 """Rows of one chunk each, against attention that compares positions."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,13 +40,17 @@ def test_each_token_sees_its_chunk(rows, num_queries):
     q_TKGH = jnp.asarray(rng.normal(size=(num_tokens, HEADS, 1, WIDTH)), jnp.float32)
     starts = np.cumsum([0, *(count for _, count in rows)]).astype(np.int32)
     lengths = np.array([first + count if count else 0 for first, count in rows], np.int32)
-    given = Rows(jnp.asarray(table_RB), jnp.asarray(starts), jnp.asarray(lengths), num_queries)
-    table, start, length, width = in_chunks(given, num_tokens, chunk=CHUNK, page_size=PAGE)
-    assert table.shape[1] <= CHUNK // PAGE
-    if width is None:
-        out = paged_attention(q_TKGH, k_pages, v_pages, table, start, length, scale=1.0, implementation="xla")
-    else:
-        out = paged_decode(q_TKGH, k_pages, v_pages, table, length, num_queries=width, scale=1.0, implementation="xla")
+
+    @jax.jit
+    def attend(*rows):
+        given = Rows(*rows, num_queries)
+        table, start, length, width = in_chunks(given, num_tokens, chunk=CHUNK, page_size=PAGE)
+        assert table.shape[1] <= CHUNK // PAGE
+        if width is None:
+            return paged_attention(q_TKGH, k_pages, v_pages, table, start, length, scale=1.0, implementation="xla")
+        return paged_decode(q_TKGH, k_pages, v_pages, table, length, num_queries=width, scale=1.0, implementation="xla")
+
+    out = attend(table_RB, starts, lengths)
     for pages, (first, count), begin in zip(table_RB, rows, starts, strict=False):
         keys, values = (np.asarray(x)[pages].swapaxes(1, 2).reshape(-1, HEADS, WIDTH) for x in (k_pages, v_pages))
         expected = dense(q_TKGH[begin : begin + count], keys, values, first)

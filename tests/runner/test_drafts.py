@@ -14,6 +14,9 @@ from jaxllm.runner.places import Places, at_positions, each_draw, first_of_each,
 from jaxllm.runner.row_arrays import RowArrays
 from jaxllm.scheduler_output import NOT_FINITE
 
+# Operation by operation each of them would be dozens of programs.
+locate, locate_decode = (jax.jit(function, static_argnums=(2, 3)) for function in (locate, locate_decode))
+at_positions = jax.jit(at_positions, static_argnums=4)
 NUM_ROWS, NUM_DRAFTS, BLOCK_SIZE, MAX_BLOCKS = 6, 3, 4, 8
 WIDTH, TRASH = NUM_DRAFTS + 1, NUM_ROWS
 CACHE = cache_layout([FullCache(1, 4, "float32"), WindowCache(1, 4, "float32", 5)], block_size=BLOCK_SIZE, max_step_tokens=16)

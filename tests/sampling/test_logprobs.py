@@ -10,6 +10,8 @@ from jaxllm.sampling.sampler import sample_full
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling_params import SamplingParams
 
+# Operation by operation each of them would be dozens of programs.
+top_logprobs, unpack_columns = jax.jit(top_logprobs, static_argnames=("k", "normalize")), jax.jit(unpack_columns)
 R, V = 5, 60
 rng = np.random.default_rng(0)
 LOGITS = (rng.integers(-20, 20, (R, V)) / 4).astype(np.float32)

@@ -12,6 +12,8 @@ from jaxllm.sampling.sampler import sample_full, sample_random
 from jaxllm.sampling.state import SamplingState, admit, pack_admission
 from jaxllm.sampling_params import SamplingParams
 
+unpack_columns = jax.jit(unpack_columns)  # operation by operation it would be dozens of programs
+
 
 def masked(logits_RV, mask_RW):
     """One token after the other."""

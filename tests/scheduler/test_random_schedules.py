@@ -474,7 +474,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), **{name: st.sampled_from(values) for name, values in CHOICES.items()})
 def test_random_schedules(**load):
     run_load(**load)

@@ -83,6 +83,7 @@ def test_what_surrounds_a_broken_token_is_encoded_as_ever(encoder: ChatEncoder, 
     assert ids[-(len(after) - 1) :] == after[1:]
 
 
+@pytest.mark.parametrize("tokenizer", ["words"], indirect=True)
 @pytest.mark.parametrize(
     ("template", "message"),
     [
