@@ -65,6 +65,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 64},
     "Gemma4ForConditionalGeneration": {"vocab_size_per_layer_input": 64},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": 32},
+    "KimiLinearForCausalLM": {"linear_attn_config": {"kda_layers": [1, 2, 3], "num_heads": 2, "head_dim": 8}},
     "MiMoV2FlashForCausalLM": {"v_head_dim": 8},
     "MiMoV2ForCausalLM": {"v_head_dim": 8},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "ME*-"},
