@@ -258,6 +258,7 @@ def large(planned: str) -> str:
     return planned
 
 
+@pytest.mark.slow
 def test_weights_larger_than_the_memory_are_refused_before_any_is_read(
     large: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -413,6 +414,7 @@ def test_closed_standard_streams_are_as_good_as_empty_ones() -> None:
         pytest.param(["inspect", "demo"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_full_device_is_an_error_in_one_line(arguments: list[str]) -> None:
     code = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
     with open("/dev/full", "w") as full:
@@ -423,6 +425,7 @@ def test_a_full_device_is_an_error_in_one_line(arguments: list[str]) -> None:
     assert done.stderr.splitlines()[-1] == "error: cannot write the output: No space left on device"
 
 
+@pytest.mark.slow
 def test_errors_are_lines_of_a_log_of_json_lines() -> None:
     done = run("serve", "--port", "99999", JAXLLM_LOG_FORMAT="json")
     assert done.returncode == 1 and json.loads(done.stderr)["message"] == "port is 99999, must be 0 to 65535"

@@ -87,6 +87,7 @@ def test_what_overflows_on_one_device_is_gathered_on_all():
     np.testing.assert_array_equal(found, gathered)
 
 
+@pytest.mark.slow
 def test_sums_of_a_token_do_not_depend_on_other_ranks():
     arrays = problem(4, 4)
     others = problem(4, 4, seed=1)

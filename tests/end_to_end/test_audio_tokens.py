@@ -156,6 +156,7 @@ def test_what_audio_excludes_is_refused(make_core) -> None:
         make_core(disable_chunked_mm_input=True, max_num_batched_tokens=16)
 
 
+@pytest.mark.slow
 def test_scripts_give_clips_in_prompts_and_chats(directory) -> None:
     llm = LLM(str(directory), **{**engines.SMALL, "skip_tokenizer_init": False, "dtype": "float32", "max_model_len": 160})
     try:

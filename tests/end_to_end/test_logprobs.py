@@ -115,6 +115,7 @@ def test_against_dense(core, dense, schedule):
 
 @pytest.mark.parametrize("max_in_flight", slow_except([3], [1, 3]))
 @pytest.mark.parametrize("params", [{}, {"logprobs": 1}], ids=["decode program", "full sampling"])
+@pytest.mark.slow
 def test_the_last_chunk_of_a_prompt_may_be_one_token(core, dense, params, max_in_flight):
     engines.reschedule(core, max_num_batched_tokens=16, max_in_flight=max_in_flight)
     prompts = {length: [5, *range(20, 19 + length)] for length in (1, 2, 16, 17, 33, 81)}
@@ -145,6 +146,7 @@ def test_named_tokens(core, dense):
     assert not answers["none"].logprobs
 
 
+@pytest.mark.slow
 def test_processors_touch_only_who_asks(core):
     engines.reschedule(core)
     result = goldens.golden(NAME).results[0]

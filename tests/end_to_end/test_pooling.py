@@ -110,6 +110,7 @@ def test_a_cached_prompt_is_read_and_its_last_token_computed_again(core):
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.slow
 def test_preempted_requests_begin_again(core, async_scheduling):
     # Eight tokens of each in a step: all are half done when the blocks run out.
     options = {"enable_prefix_caching": False, "scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 8}

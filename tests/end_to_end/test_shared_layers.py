@@ -18,6 +18,7 @@ NUM_PIECES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3" else ()) for name in NUM_PIECES])
+@pytest.mark.slow
 def test_layers_that_are_alike_are_compiled_once(name, monkeypatch):
     monkeypatch.setattr(split_program, "LAYERS_AT_ONCE", 1)
     core = engines.make_core(name, share_layers=True)

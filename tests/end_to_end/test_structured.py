@@ -136,6 +136,7 @@ def test_each_output_has_its_form(alone, tokenizer):
     ],
     ids=["async", "three in flight", "apart", "chunks apart", "chunks", "preemption", "chunks in turn", "rows"],
 )
+@pytest.mark.slow
 def test_the_tokens_are_the_same_however_the_steps_fall(core, structured, alone, options):
     options = dict(options)
     is_apart, by_rows = options.pop("apart", False), options.pop("rows", False)

@@ -65,6 +65,7 @@ def check(core: EngineCore, asked: list[EngineCoreRequest]) -> None:
 
 
 @pytest.mark.parametrize("attention", ["xla", "triton"])
+@pytest.mark.slow
 def test_the_encoder_computes_what_transformers_does(directory, attention) -> None:
     config = load_model_config(directory)
     encoder = build_audio_encoder(config)
@@ -99,6 +100,7 @@ def test_what_audio_excludes_is_refused(make_core, directory) -> None:
             make_core(**options)
 
 
+@pytest.mark.slow
 def test_a_script_gives_samples_and_their_rate(directory) -> None:
     clip, result = whisper_checkpoint.clip(*GOLDEN["results"][0]["clip"]), GOLDEN["results"][0]
     small = {**engines.SMALL, "skip_tokenizer_init": False, "dtype": "float32"}

@@ -171,6 +171,7 @@ def test_the_preferred_kernels_stay_if_all_are_right(choose, implementations, ca
 
 
 @pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.slow
 def test_what_is_broken_is_replaced_and_warned_of(choose, implementations, caplog, kind):
     make, fault = BROKEN[kind]
     names = implementations(broken=make(), good=numpy_attention())
@@ -576,6 +577,7 @@ def test_fp8_weights_have_kernels_that_are_checked_in_their_shapes(tmp_path, mon
 
 
 @pytest.mark.parametrize("encoder", [{"vision": VISION}, {"audio": Audio(80, 50, 144, 2, 2, MLP(32))}])
+@pytest.mark.slow
 def test_an_encoder_has_a_kernel_that_is_checked_in_its_shapes(tmp_path, monkeypatch, encoder):
     config = EngineConfig.from_options(model=str(DIRECTORY), **engines.SMALL)
     prepared = Prepared.of(config, DIRECTORY, (), StartTimes())

@@ -141,6 +141,7 @@ def test_options_that_are_refused(options: dict[str, Any], told: str) -> None:
 
 @pytest.mark.parametrize("transform_on_device", [False, True])
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.slow
 def test_copies_are_read_like_their_experts(name: str, transform_on_device: bool) -> None:
     """From tensors of single experts and of all, whole on the host and by the slices of two devices, whose border is not the experts'."""
     directory = goldens.golden(name).directory

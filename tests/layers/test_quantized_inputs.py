@@ -55,6 +55,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     ("name", "options"),
     slow_except([("llama_gqa", XLA)], [*((name, XLA) for name in FAMILIES), ("llama_gqa", TRITON), ("qwen2", TRITON)]),
 )
+@pytest.mark.slow
 def test_hidden_states_are_those_of_products_that_quantise_alone(name, options):
     exact = hidden(*model_and_state(name, None))
     fp8 = model_and_state(name, "fp8")

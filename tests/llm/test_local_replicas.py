@@ -47,6 +47,7 @@ def test_two_replicas_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not any(Path(f"/proc/{process.pid}").exists() for process in core._processes)
 
 
+@pytest.mark.slow
 def test_a_request_that_ends_its_replica_runs_once_more(tmp_path: Path) -> None:
     config = EngineConfig.from_options(model=str(write_tokenizer(tmp_path)), data_parallel_size=3, max_num_seqs=4)
     core = LocalReplicas(config, core_factory=FACTORY)

@@ -25,6 +25,7 @@ def test_dummy_weights_are_placed_and_scaled():
             assert float(values.std()) == pytest.approx(0.02, rel=0.1)
 
 
+@pytest.mark.slow
 def test_dummy_model_is_the_same_on_any_number_of_devices():
     prompt = list(range(12))
     one, eight = (goldens.load(goldens.FOLDER / "qwen2", tensor_parallel_size=size, load_format="dummy") for size in (1, 8))

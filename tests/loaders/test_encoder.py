@@ -46,6 +46,7 @@ def changed(directory, to, change):
 
 
 @pytest.mark.parametrize("load_format", slow_except(["auto"], ["auto", "dummy"]))
+@pytest.mark.slow
 def test_every_device_has_the_whole_encoder(directory, load_format):
     config, mesh = load_model_config(directory).for_tensor_parallel(2), make_mesh(2)
     part = vision_weights(ModelOptions(model=str(directory), load_format=load_format), config)
@@ -176,6 +177,7 @@ def test_values_of_the_text_part_count_where_the_whole_has_none(directory, tmp_p
     assert load_model_config(tmp_path).eos_token_ids == (3,)
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint_and_a_saved_one_keep_the_encoder(directory, tmp_path):
     converted, saved = tmp_path / "converted", tmp_path / "saved"
     runpy.run_path(str(SCRIPTS / "convert_checkpoint.py"))["convert"](directory, converted, "auto")

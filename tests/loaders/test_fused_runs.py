@@ -62,6 +62,7 @@ def spread(scale, shape):
 
 
 @pytest.mark.parametrize(("is_fp8", "size"), slow_except([(False, 1)], [(False, 1), (False, 2), (True, 1), (True, 2)]))
+@pytest.mark.slow
 def test_runs_are_read_as_tensors_apart(is_fp8, size, tmp_path):
     tensors = write(tmp_path / "fused", is_fp8=is_fp8)
     (tmp_path / "apart").mkdir()

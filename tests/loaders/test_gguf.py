@@ -164,6 +164,7 @@ def described(config):
 
 
 @pytest.mark.parametrize("architecture", slow_except(["llama", "gemma3"], MODELS))
+@pytest.mark.slow
 def test_families_and_number_formats(tmp_path, monkeypatch, architecture):
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
     raw = {**WIDE, **MODELS[architecture]}

@@ -150,6 +150,7 @@ CHECKPOINTS = {
         + [*zip(CHECKPOINTS, itertools.cycle((None, "fp8")), itertools.repeat(4))],
     ),
 )
+@pytest.mark.slow
 def test_slices_are_those_of_the_whole(tmp_path, kind, quantization, size):
     """With copied KV heads, a padded vocabulary, and blocks of scales that no device's slice begins with."""
     directory = CHECKPOINTS[kind](tmp_path)

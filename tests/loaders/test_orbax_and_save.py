@@ -135,6 +135,7 @@ def test_a_model_without_a_head_is_saved_as_one(tmp_path):
     assert_equal(state, load_weights(again, build_model(again), tmp_path / "saved", load_format="auto", mesh=make_mesh()))
 
 
+@pytest.mark.slow
 def test_experts_without_a_gate_are_saved_in_the_shapes_of_the_checkpoint(tmp_path):
     source = goldens.FOLDER / "nemotron_h"
     goldens.save(*goldens.load(source, load_format="dummy"), tmp_path, source)

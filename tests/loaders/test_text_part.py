@@ -164,6 +164,7 @@ def test_experts_of_a_layer_in_one_tensor_are_read_too(tmp_path):
         ("Llama4ForConditionalGeneration", {"num_local_experts": 3, "intermediate_size_mlp": 64}),
     ],
 )
+@pytest.mark.slow
 def test_what_was_saved_is_read_again(tmp_path, architecture, text):
     raw = json.loads((goldens.FOLDER / "llama_gqa" / "config.json").read_text())
     described = {"architectures": [architecture], "text_config": {**raw, "head_dim": 16, **text}}

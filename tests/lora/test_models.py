@@ -30,6 +30,7 @@ from tests.helpers import goldens, peft_files
         pytest.param("gpt2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_models_are_merged_ones(name, tmp_path):
     """Every module that adapters may change, routers, embedding and head too, in sequences of different adapters and of none."""
     model_dir, prompt = goldens.FOLDER / name, np.arange(3, 23) * 5 % 120

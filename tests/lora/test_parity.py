@@ -135,6 +135,7 @@ def test_answers_are_those_of_merged_models(served, tmp_path):
         assert all(a.tokens != b.tokens for a, b in zip(answers[name], answers[None], strict=True))
 
 
+@pytest.mark.slow
 def test_neighbours_and_cached_prefixes_do_not_matter(served):
     """Other adapters' keys and values of the same prompts are in the cache."""
     case, _, core = served
@@ -150,6 +151,7 @@ def test_neighbours_and_cached_prefixes_do_not_matter(served):
 
 
 @pytest.mark.parametrize("served", CASES[:2], ids=str, indirect=True)
+@pytest.mark.slow
 def test_tokens_are_the_same_without_logprobs(served):
     """Other programs draw them, on one device, and in stages of two."""
     case, _, core = served

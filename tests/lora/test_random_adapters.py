@@ -103,6 +103,7 @@ def test_random_adapters(seed: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("rate", "longest"), slow_except([(30, 1.0)], [(30, 1.0), (60, 8.0)]), ids=["busy", "overloaded"])
+@pytest.mark.slow
 def test_with_many_adapters_none_starves_and_requests_of_loaded_ones_do_not_wait(rate: float, longest: float) -> None:
     """200 adapters with Zipf's frequencies in 16 slots. At most 10 adapters are read in a second.
 

@@ -31,6 +31,7 @@ def timed(llm: LLM, num_rows: int, max_tokens: int):
     return found
 
 
+@pytest.mark.slow
 def test_every_step_decodes_all_rows_after_the_last_prompt(llm: LLM) -> None:
     found = timed(llm, 4, 60)
     assert found.note is None and found.seconds > 0

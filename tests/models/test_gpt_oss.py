@@ -131,6 +131,7 @@ def load(directory: Path, size: int, **options: Any) -> tuple[ModelConfig, nnx.S
     return config, load_weights(config, build_model(config), directory, load_format="auto", mesh=make_mesh(size))
 
 
+@pytest.mark.slow
 def test_widened_experts_are_what_their_four_bits_stand_for(folders: dict[str, Path]) -> None:
     """Each of four devices holds 48 of an expert's 192 values: one and a half blocks."""
     found = [goldens.load(folders[form], tensor_parallel_size=4) for form in ("bfloat16", "mxfp4")]
@@ -153,6 +154,7 @@ def test_whole_experts_of_a_device_are_widened(folders: dict[str, Path]) -> None
     slow_except([(2, False)], [(1, False), (2, False), (4, True)]),
     ids=["one device", "by width", "whole experts"],
 )
+@pytest.mark.slow
 def test_experts_that_stay_in_four_bits_are_what_these_stand_for(
     folders: dict[str, Path], size: int, expert_parallel: bool
 ) -> None:
@@ -180,6 +182,7 @@ def load_in_tiles(directory: Path, size: int, load_format: str = "auto", **optio
     slow_except([(2, False)], [(1, False), (2, False), (4, True)]),
     ids=["one device", "by width", "whole experts"],
 )
+@pytest.mark.slow
 def test_experts_in_tiles_are_what_their_four_bits_stand_for(
     folders: dict[str, Path], size: int, expert_parallel: bool
 ) -> None:

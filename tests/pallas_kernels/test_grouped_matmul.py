@@ -179,6 +179,7 @@ def test_weights_in_four_bits_against_loops(name, implementation):
         ),
     ],
 )
+@pytest.mark.slow
 def test_padding_may_have_chosen_no_expert(options, implementation):
     """In place of `is_real_T`: -1, as the choice writes for it."""
     case = make_case(**options)
@@ -206,6 +207,7 @@ def test_many_pairs_are_computed_with_widened_weights(monkeypatch):
     assert error(case, run("triton", case)) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.slow
 def test_four_bits_are_packed_and_unpacked():
     """Every byte at every place of a block."""
     blocks = np.stack([np.roll(np.arange(256, dtype=np.uint8), i) for i in range(16)], axis=1).reshape(4, 64, 16)
@@ -233,6 +235,7 @@ def test_experts_against_loops(name, implementation):
 
 
 @pytest.mark.parametrize("num_tokens", slow_except([11], [1, 11]))
+@pytest.mark.slow
 def test_triton_with_a_plan_computes_what_it_does_without(num_tokens, monkeypatch):
     """So do experts that fill more than one tile, and tiles that are narrower than the widths."""
     case = make_case(num_tokens, bias=True, padding=num_tokens // 3, only=2)

@@ -110,6 +110,7 @@ def test_norms_rotates_and_writes_each_token_into_its_slot_and_padding_nowhere(i
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [("uint16", "bfloat16"), ("uint8", "float8_e4m3fn")])
+@pytest.mark.slow
 def test_plain_jax_writes_the_bits_of_narrow_floats(stored, dtype):
     shapes = checking.Shapes("float32", dtype, 2, **asdict(SIZES), page_size=8, table_width=1, scale=1.0)
     case = checking.write_case(shapes, 13, "xla", interpret=False)

@@ -92,6 +92,7 @@ def error(plain: dict, got: jax.Array, activation: str) -> float:
 
 
 @pytest.mark.parametrize("name", slow_except(["int4 by 64, zeros"], STORED))
+@pytest.mark.slow
 def test_packed_weights_have_the_values_that_are_stored(name):
     weight, values = weight_and_values(STORED[name], 3, 2, 40, 192)
     assert weight.shape == (3, 2, 64, 192) and len(weight) == 3 and weight.dtype == type_of(STORED[name].number)

@@ -235,6 +235,7 @@ def test_decode_matches_the_oracle(name: str, implementation: str) -> None:
 @pytest.mark.parametrize(
     ("splits", "window", "has_sinks"), slow_except([(3, 20, True)], [(2, None, False), (3, 20, True), (7, 20, True)])
 )
+@pytest.mark.slow
 def test_splits_of_the_triton_decode_combine_to_the_whole(splits: int, window: int | None, has_sinks: bool) -> None:
     batch = Batch(rows=((1, 1), (1, 110), (0, 0), (1, 17)), num_groups=3, window=window, has_sinks=has_sinks)
     args, expected = as_decode(batch)

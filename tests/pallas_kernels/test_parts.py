@@ -41,6 +41,7 @@ def batch(num_parts: int, *, is_decode: bool, **options) -> Batch:
 @pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "ragged"])
 @pytest.mark.parametrize("options", [{}, {"window": 6, "has_sinks": True, "soft_cap": 30.0}], ids=["full", "window, sinks"])
 @pytest.mark.parametrize(("name", "num_parts"), slow_except([("triton", 3)], [("reference", 2), ("xla", 3), ("triton", 3)]))
+@pytest.mark.slow
 def test_parts_combine_to_the_whole(name, num_parts, options, is_decode):
     case = batch(num_parts, is_decode=is_decode, **options)
     q, constants = host_arrays(case)

@@ -86,6 +86,7 @@ def test_cases_at_the_start_have_each_width():
     assert len(names) == 2 * 4 and all(any(f"{width} values" in name for name in names) for width in (64, 128, 192))
 
 
+@pytest.mark.slow
 def test_tiles_change_nothing():
     rng = np.random.default_rng(0)
     sums = Sums(jnp.asarray(rng.standard_normal((5, 2, 150)), jnp.bfloat16), jnp.ones(5), jnp.full((2, 150), 0.5))

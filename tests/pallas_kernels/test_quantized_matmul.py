@@ -87,6 +87,7 @@ def test_a_slice_of_tiles_is_the_packed_slice(bits):
 
 
 @pytest.mark.parametrize("name", slow_except(["int4 by 32, zeros", "nvfp4", "fp8 by output"], FORMATS))
+@pytest.mark.slow
 def test_packed_values_are_those_stored_and_padding_is_0(name):
     shapes = FORMATS[name]
     weight = stored(shapes).pack(shapes.number)
@@ -161,6 +162,7 @@ def test_plain_products_against_numpy(name, implementation):
     assert host_error(FORMATS[name], x, (weight,), got) <= tolerance(FORMATS[name])
 
 
+@pytest.mark.slow
 def test_wrong_results_are_found():
     shapes = Shapes("int4", 2000, 128, 64)
     x, (weight,) = host_arrays(shapes, 9)

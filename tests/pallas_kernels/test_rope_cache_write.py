@@ -121,6 +121,7 @@ def test_matches_loops_in_float64(implementation: str, name: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("scales", [{}, {"k_scale": 0.01, "v_scale": jnp.float32(0.3)}], ids=["1", "a number and an array"])
+@pytest.mark.slow
 def test_values_of_a_float8_cache_are_scaled_and_limited(implementation: str, scales: dict) -> None:
     case = make_case(dtype="bfloat16", cache_dtype="float8_e4m3fn", norm=True)
     case["qkv_TKGH"] = case["qkv_TKGH"].at[0, 0, -1, 0].set(1e6)  # beyond the largest

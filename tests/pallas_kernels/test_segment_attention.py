@@ -71,6 +71,7 @@ def test_results_are_those_of_each_segment_alone(implementation, lengths, num_pa
         ("reference", 80, "float16"),
     ],
 )
+@pytest.mark.slow
 def test_types_and_widths_of_heads(implementation, dtype, head_dim):
     assert error_of(implementation, Shapes(dtype, 2, head_dim), (70, 3, 60), 11) <= TOLERANCE[dtype]
 
@@ -85,6 +86,7 @@ def test_plain_jax_in_several_chunks_of_queries_and_keys(monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [triton.SegmentTiles(16, 32, 4, 2), triton.SegmentTiles(64, 16, 4, 2)])
+@pytest.mark.slow
 def test_other_tiles_of_triton(tiles):
     shapes = Shapes("bfloat16", 2, 72)
     q, constants = host_arrays(shapes, (17, 80, 1, 33), 9)
@@ -130,6 +132,7 @@ def test_bounds_of_segments_and_the_keys_of_tiles():
     assert tile_keys_of(start_P, end_P, 5).tolist() == [[0, 6, 0], [4, 6, 0]]
 
 
+@pytest.mark.slow
 def test_segments_as_cudnn_takes_them():
     segment_P = jnp.asarray([0, 0, 0, 1, 2, 2, -1, -1], jnp.int32)
     lengths_and_starts = jax.jit(cudnn.lengths_and_starts, static_argnums=1)

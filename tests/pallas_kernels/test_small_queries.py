@@ -44,6 +44,7 @@ def in_haste(function):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 @pytest.mark.parametrize("name", slow_except(["edges", "sinks"], BATCHES))
+@pytest.mark.slow
 def test_a_few_queries_a_row_equal_attention_in_numpy(name: str, implementation: str) -> None:
     batch = BATCHES[name]
     q, constants = host_arrays(batch)

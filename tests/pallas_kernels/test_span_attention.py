@@ -56,6 +56,7 @@ CASES = {
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("name", slow_except(["neighbours", "over tiles"], CASES))
+@pytest.mark.slow
 def test_tokens_see_the_later_ones_of_their_span(name, soft_cap):
     num_tokens, spans = CASES[name]
     q, k, v = arrays(num_tokens)

@@ -73,6 +73,7 @@ def test_keys_are_read_as_they_were_written_as_bits_of_a_narrow_type():
 
 
 @pytest.mark.parametrize("block_bytes", [attention.BLOCK_BYTES, 3000])
+@pytest.mark.slow
 def test_attention_sees_the_chosen_slots_alone(block_bytes, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK_BYTES", block_bytes)
     rng = np.random.default_rng(0)

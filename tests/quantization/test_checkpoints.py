@@ -220,6 +220,7 @@ def test_block_scales_of_experts_and_of_weights_that_are_cut_up(tmp_path, golden
         [("qwen3_moe", 2, 32), ("qwen3_moe", 4, 128), ("deepseek_v3", 2, 32), ("llama_gqa", 4, 128)],
     ),
 )
+@pytest.mark.slow
 def test_devices_share_weights_with_a_scale_per_block(tmp_path, golden, size, block):
     """Blocks that devices share, and blocks that the end of the inputs cuts: 96 inputs in blocks of 128."""
     stored = {"quant_method": "fp8", "weight_block_size": [block, block]}

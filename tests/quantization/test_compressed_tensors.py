@@ -102,6 +102,7 @@ SHARED = [("llama_gqa", 32, 2), ("llama_gqa", 32, 4), ("deepseek_v3", 8, 2)]
 
 
 @pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.slow
 def test_joining_on_the_device_gives_the_same_arrays(tmp_path, size):
     directory = write(tmp_path, described(symmetric=False), packed(symmetric=False))
     config = load_model_config(directory).for_tensor_parallel(size)
@@ -110,6 +111,7 @@ def test_joining_on_the_device_gives_the_same_arrays(tmp_path, size):
 
 
 @pytest.mark.parametrize(("golden", "group", "size"), slow_except(SHARED[:2], SHARED))
+@pytest.mark.slow
 def test_devices_share_weights(tmp_path, golden, group, size):
     stored = write(tmp_path / "packed", described(group=group), packed(group=group), golden=golden)
     plain = write(tmp_path / "plain", None, widened(group=group), golden=golden)
@@ -323,6 +325,7 @@ def test_devices_that_cut_a_group_have_each_its_scale(tmp_path):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.slow
 def test_converted_checkpoints_load_again(tmp_path, symmetric):
     form = (4, 32, symmetric)
     source = write(tmp_path / "source", described(*form), packed(*form))

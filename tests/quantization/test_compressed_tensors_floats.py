@@ -78,6 +78,7 @@ def test_weights_are_those_that_compressed_tensors_reads(scheme, module):
     np.testing.assert_array_equal(packed.widen(arrays, how, "float32"), wide)
 
 
+@pytest.mark.slow
 def test_an_engine_answers_as_with_the_widened_weights(tmp_path):
     plain = write(tmp_path / "plain", None, widened(WIDE["nvfp4"]))
     assert_answers(write(tmp_path / "stored", described(group("nvfp4")), QUANTIZE["nvfp4"]), plain)
@@ -104,6 +105,7 @@ def test_weights_stay_as_stored_or_are_widened_if_asked(tmp_path, kind):
     ("kind", "size"),
     [("nvfp4", 2), ("mxfp4", 2), ("fp8 per channel", 2), pytest.param("mxfp4", 4, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_devices_share_weights(tmp_path, kind, size):
     """Groups of 32 of the mlp's 96 inputs are cut."""
     stored = write(tmp_path / "stored", described(group(kind)), QUANTIZE[kind])
@@ -135,6 +137,7 @@ def test_experts(tmp_path, kind):
 
 
 @pytest.mark.parametrize("other", ["nvfp4", "mxfp4", "fp8 per block"])
+@pytest.mark.slow
 def test_groups_of_which_one_is_fp8(tmp_path, other):
     dynamic = {**W8, "strategy": "token", "dynamic": True}
     given = described(group("fp8 per channel", ["re:.*self_attn.*"], dynamic), group(other))

@@ -118,6 +118,7 @@ def test_scales_of_blocks_are_applied_or_become_those_of_channels(tmp_path, quan
 
 @pytest.mark.parametrize("algorithm", PACKED)
 @pytest.mark.parametrize("size", slow_except([2], [2, 4]))
+@pytest.mark.slow
 def test_devices_share_weights(tmp_path, algorithm, size):
     stored = write(tmp_path / "stored", described(algorithm), QUANTIZE[algorithm])
     plain = write(tmp_path / "plain", None, widened(WIDE[algorithm]))

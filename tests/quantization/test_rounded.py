@@ -38,6 +38,7 @@ def test_values_are_rounded_to_the_nearest(number, group, size):
     ("golden", "quantization"),
     [("llama_gqa", "int8"), ("gpt2", "int4"), pytest.param("deepseek_v3", "int8", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_saved_weights_load_again(tmp_path, golden, quantization):
     """Experts too, and weights that a checkpoint holds with the inputs first."""
     source = goldens.FOLDER / golden

@@ -166,6 +166,7 @@ def assert_stored(stored, plain):
     ("quantization", "options"),
     [(PER_TENSOR, {}), (PER_TENSOR, {"halves": True}), (PER_BLOCK, {"rows": 32, "columns": 32}), (PER_TENSOR, {"rows": 1})],
 )
+@pytest.mark.slow
 def test_experts_of_one_tensor_stay_in_fp8(tmp_path, quantization, options):
     assert_stored(*fused(tmp_path, quantization, **options))
 

@@ -147,6 +147,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_weights_are_laid_out_however_they_are_loaded(directory, tmp_path, size):
     config, mesh = load_model_config(directory), make_mesh(size)
     save_orbax(config, load(directory)[1], tmp_path)

@@ -162,6 +162,7 @@ def test_a_request_waits_for_all_parts_of_its_images(vision):
 
 
 @pytest.mark.parametrize("num_patches", [256, 1024])
+@pytest.mark.slow
 def test_encoding_takes_no_more_memory_than_is_planned(vision, num_patches):
     tower = VisionTower(vision, "float32")
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.state(tower))
@@ -358,6 +359,7 @@ ALIKE = ("internvl_large", "qwen3_vl_moe", "smolvlm")
     ("name", "variant"),
     slow_except([("qwen3_vl", None)], [("qwen3_vl", "deep"), *((name, None) for name in pictures.NAMES if name not in ALIKE)]),
 )
+@pytest.mark.slow
 def test_parts_leave_what_the_whole_program_leaves(tmp_path, name, variant):
     """With a picture whose pages lie apart, in parts of one layer; a program that runs on nothing meanwhile changes nothing."""
     directory = tmp_path / "model"

@@ -64,6 +64,7 @@ def test_padded_columns_change_nothing():
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_processed_logprobs_are_a_distribution_over_the_kept_tokens():
     params = SamplingParams(temperature=0.5, top_k=6, seed=1)
     columns = unpack_columns(np.tile(pack_columns(params), (R, 1)))

@@ -55,6 +55,7 @@ def test_draws_after_a_mask_are_of_allowed_tokens():
     assert np.isfinite(allowed_RV[np.arange(64), tokens]).all()
 
 
+@pytest.mark.slow
 def test_a_row_without_any_token_draws_minus_one_in_the_full_sampler():
     params = SamplingParams(temperature=0.7, seed=1, allowed_token_ids=[3, 4])
     columns = unpack_columns(jnp.asarray(np.stack([pack_columns(params)] * 2)))

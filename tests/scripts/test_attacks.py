@@ -79,6 +79,7 @@ def test_a_server_holds_against_quick_attacks(
         ("wrong-keys", {"api_key": None}),
     ],
 )
+@pytest.mark.slow
 def test_a_server_without_protection_does_not_hold(
     attacked: Any, capsys: pytest.CaptureFixture[str], name: str, weaker: dict[str, Any]
 ) -> None:

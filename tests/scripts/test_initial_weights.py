@@ -8,6 +8,7 @@ from scripts.demo_data.initial_weights import init_params
 from tests.helpers import goldens
 
 
+@pytest.mark.slow
 def test_training_starts_with_smaller_residual_projections():
     config = load_model_config(goldens.FOLDER / "llama_gqa", dtype="bfloat16")
     state = init_params(build_model(config), jax.random.key(0))

@@ -71,6 +71,7 @@ def test_memory_that_grows_after_it_settled_is_not_flat() -> None:
     assert [process["is_flat"] for process in report["processes"]] == [False, True] and report["is_flat"] is False
 
 
+@pytest.mark.slow
 def test_processes_are_found_with_their_children() -> None:
     waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

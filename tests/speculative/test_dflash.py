@@ -39,6 +39,7 @@ NESTED = {
     ],
     ids=["plain", "windows tp2 drawn", "speculators"],
 )
+@pytest.mark.slow
 def test_drafts_are_those_of_the_head_alone(tmp_path, config, weights, size, is_drawn):
     directory = write(tmp_path / "head", config, weights)
     target = goldens.load(TARGET, tensor_parallel_size=size)[0]

@@ -181,6 +181,7 @@ def test_a_logit_that_is_not_finite_is_what_is_drawn(bad):
     assert (verify(logits, columns_of(temperature=1.0), 2, Q_LOGITS[0, 0]) == 4).all()
 
 
+@pytest.mark.slow
 def test_draws_depend_on_seed_and_position_alone():
     columns = columns_of(temperature=1.0)
     found = step(columns, 2, "drawn")

@@ -526,6 +526,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "tcp"])
+@pytest.mark.slow
 def test_a_prefill_engine_in_another_process_that_is_killed(memory: FakeMemory, transport: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", IN_A_PROCESS, transport], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

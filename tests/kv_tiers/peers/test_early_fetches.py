@@ -191,6 +191,7 @@ FAULTS: dict[str, Any] = {each.__name__: each for each in (abort, fail_step, end
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_what_does_not_come_is_computed_or_fails(pair: Pair, fault: str) -> None:
     """The rest of a prompt is computed from the last block that arrived, or the request ends with an error."""
     for decode in (pair.decode, pair.failing):

@@ -110,6 +110,7 @@ def test_random_schedules(num_loads: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("num_loads", slow_except([5], [5, 100]))
+@pytest.mark.slow
 def test_random_schedules_with_states_by_row(num_loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row has the state of its tokens alone, whether computed or loaded."""
     monkeypatch.setattr(Request, "is_kept_for_decode", property(lambda self: self.spec.prompt_token_ids[0] % 2 == 0))

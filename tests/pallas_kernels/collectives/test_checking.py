@@ -25,6 +25,7 @@ def test_the_collectives_of_xla_pass(mesh) -> None:
     assert len(found) == len(FEW) and set(found.values()) == {None}
 
 
+@pytest.mark.slow
 def test_a_chain_is_followed_to_the_last_bit(mesh, plain_peer) -> None:
     found = dict(checking.check(mesh, cycles=2))
     assert found.pop("chain of 16 calls") is None
@@ -32,6 +33,7 @@ def test_a_chain_is_followed_to_the_last_bit(mesh, plain_peer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a bit", "one device"])
+@pytest.mark.slow
 def test_wrong_sums_fail(mesh, plain_peer, monkeypatch, kind) -> None:
     import jax
 
