@@ -59,7 +59,7 @@ WITH_VIDEOS = ("Qwen3-VL with videos",)
 IN_PARTS = 132
 """Patches of encoders per step that decodes: half of the smallest program, so that images and videos of WITH_VIDEOS come in parts."""
 LAYOUTS = {"Qwen3-VL": whole_prompts.ON_FOUR_TOO, "Gemma 3": whole_prompts.ON_TWO_TOO}
-"""Of families that also run split over several devices."""
+"""Layouts of families that also run on several devices."""
 NUM_BLOCKS, TINY_BLOCKS = 40, 17
 OF_GROUPS = 50
 """Blocks of a model whose groups of layers share them: few enough to preempt, enough for cached prefixes."""

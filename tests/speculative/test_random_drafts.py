@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 150
 """Steps of each engine."""
 KINDS = ({}, {"temperature": 0.8}, {"num_speculative_tokens": 1})
-"""Parameters of requests. Logprobs and penalties beside drafts: tests/end_to_end/test_drafts.py."""
+"""Parameters of requests. Logprobs and penalties with drafts: tests/end_to_end/test_drafts.py."""
 
 
 def likely_tokens(count: int) -> np.ndarray:

@@ -80,14 +80,16 @@ class Mapping:
             pages[start : start + _TOUCHED_PAGES].max()  # other threads run Python meanwhile
         del pages  # or it cannot be closed
         if self._regions is not None:
-            began, whose = time.monotonic(), "blocks of a prefill engine on this host"
+            began = time.monotonic()
             try:
                 self.region = self._regions.add_region(memory, self._closing)
             except RuntimeError as error:
-                logger.info("%s are copied to this engine's memory first: %s", whose, error)
+                logger.info("blocks of a prefill engine on this host are copied to this engine's memory first: %s", error)
                 return
-            seconds = time.monotonic() - began
-            logger.info("%s are read where they are from now on; to lock its memory took %.1f s", whose, seconds)
+            logger.info(
+                "blocks of a prefill engine on this host are read where they are from now on; to lock its memory took %.1f s",
+                time.monotonic() - began,
+            )
 
     def close(self) -> None:
         """Give it back. No connection is used any more."""
