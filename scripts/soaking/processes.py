@@ -29,6 +29,7 @@ def started_server(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         server = subprocess.Popen(
             shlex.split(command.format(port=port)), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
