@@ -172,6 +172,8 @@ class PromptMedia:
         if not isinstance(prompt, Mapping):
             return [], None
         data, uuids, kwargs = (prompt.get(key) for key in KEYS)
+        if data is None and uuids is None and kwargs is None:
+            return [], None
         for key, value in ((DATA, data), (UUIDS, uuids), (KWARGS, kwargs)):
             if value is not None and not isinstance(value, Mapping):
                 raise InvalidRequestError(f"{key} is a {type(value).__name__}, must be an object", key)
