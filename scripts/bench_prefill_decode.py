@@ -7,11 +7,13 @@ first    time to the first token of prompts of 8192 and 32768 tokens, on idle en
 between  time between the tokens of 32 running requests: alone, and while prompts of 8192 tokens arrive one after the other
 
 The plain engines are replicas that compute prompts in chunks among their decodes; both servers have the same flags otherwise. Weights are
-random unless the flags say another --load-format. --tiny: the demo model and short prompts, for a machine without GPUs.
+random unless the flags say another --load-format. An engine that compiles all programs comes first, so that all run the same.
+--tiny: the demo model and short prompts, for a machine without GPUs.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import shlex
@@ -19,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,14 @@ from scripts.measuring.parts import Rows
 from scripts.soaking.processes import RUN, started_server
 
 FLAGS = "--load-format dummy --skip-tokenizer-init --max-num-seqs 64 --decode-buckets 64 --token-buckets 64,2048"
-FLAGS += " --max-num-batched-tokens 2048"
+FLAGS += " --max-num-batched-tokens 2048 --warmup all --num-gpu-blocks-override 12288"
+# Programs depend on the number of blocks, which otherwise depends on what is left beside staging.
 TINY_FLAGS = "--max-num-seqs 32 --decode-buckets 32 --token-buckets 128 --max-num-batched-tokens 128"
 SERVERS = {
     "roles": "--prefill {each} --decode {each} --prefill-threshold {threshold} --kv-offloading-size {host_gib}",
     "plain": "--data-parallel-size {engines}",
 }
-TOLD = {"roles": "prefill and decode", "plain": "plain engines"}
+TOLD = {"roles": "prefill and decode", "plain": "plain engines", "compiling": "one engine, which compiles for all"}
 
 
 @dataclass(frozen=True)
@@ -202,23 +205,28 @@ def main() -> None:
     sizes, found = TINY if args.tiny else Sizes(), dict[str, Found]()
     rows = Rows(Path(args.model).name, args.json)
     with tempfile.TemporaryDirectory() as directory:
+
+        @contextlib.contextmanager
+        def server(name: str, flags: str) -> Iterator[str]:
+            length = max(*sizes.first, sum(sizes.running)) + 64
+            words = f"{TINY_FLAGS if args.tiny else FLAGS} --enable-scale-out --max-model-len {length} {flags}"
+            command = f"{sys.executable} -c {shlex.quote(RUN)} serve {args.model} {words} {args.server_flags} --port {{port}}"
+            log, began = (args.logs or Path(directory)) / f"{name}.log", time.monotonic()
+            with started_server(command, log, timeout_seconds=sizes.start_seconds) as (url, _):
+                print(f"{TOLD[name]}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                yield url
+
+        if not args.tiny:
+            # Engines that compile at the same time choose kernels apart, whose sums differ in the last bits.
+            with server("compiling", ""):
+                pass
         for name, flags in SERVERS.items():
             if args.only in (None, name):
                 engines = {"each": args.each, "engines": 2 * args.each}
                 given: Any = {"threshold": sizes.threshold, "host_gib": sizes.host_gib, **engines}
-                length = max(*sizes.first, sum(sizes.running)) + 64
-                words = (
-                    f"{TINY_FLAGS if args.tiny else FLAGS} --enable-scale-out --max-model-len {length} {flags.format(**given)}"
-                )
-                command = (
-                    f"{sys.executable} -c {shlex.quote(RUN)} serve {args.model} {words} {args.server_flags} --port {{port}}"
-                )
-                log = (args.logs or Path(directory)) / f"{name}.log"
-                began = time.monotonic()
-                with started_server(command, log, timeout_seconds=sizes.start_seconds) as (url, _):
-                    print(f"{TOLD[name]}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                with server(name, flags.format(**given)) as url:
                     found[name] = asyncio.run(measure(url, sizes))
-                print(json.dumps({name: found[name].answers})[:400], flush=True)
+                print(json.dumps({name: found[name].answers}), flush=True)
     note(rows, found, sizes)
     print(f"\n{rows.table()}")
 
