@@ -90,7 +90,7 @@ def test_another_engine_reads_what_one_wrote_and_writes_the_same_tokens(case: li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), [("qwen2", (4, 2))])
+@pytest.mark.parametrize(("name", "sizes"), [("qwen2", (4, 2)), ("qwen2", (2, 4))])
 def test_files_do_not_depend_on_how_many_devices_share_the_heads(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     prompts = make_prompts(8)
     wanted = expected(name, prompts)
