@@ -146,7 +146,12 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "f",
-        "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
     },
 }
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": TOOL["function"]["parameters"]}}  # type: ignore[index]
@@ -167,7 +172,11 @@ def test_prompts_and_fields_at_their_limits_are_those_of_one_engine(server: Serv
             if num_tokens == 206:
                 wait_until(lambda before=before: loaded_bytes(client) > before, "the decode engine fetched nothing")
             alone = client.post("/v1/completions", json={"prompt_logprobs": 0, **body})
-            assert answer.status_code == alone.status_code == (400 if num_tokens > 511 else 200), (num_tokens, fields, answer.text)
+            assert answer.status_code == alone.status_code == (400 if num_tokens > 511 else 200), (
+                num_tokens,
+                fields,
+                answer.text,
+            )
             if answer.status_code == 400:
                 assert answer.json()["error"] == alone.json()["error"]
                 continue
@@ -197,7 +206,9 @@ def test_chats_with_tools_and_schemas_are_those_of_one_engine(server: ServerProc
                 before = loaded_bytes(client)
                 answer = said(client.post("/v1/chat/completions", json={**body, "stream": stream}))
                 wait_until(lambda before=before: loaded_bytes(client) > before, "the decode engine fetched nothing")
-                assert json.loads(answer[0])["a"] in (1, 2) and answer[1] == ("stop" if "response_format" in fields else "tool_calls")
+                assert json.loads(answer[0])["a"] in (1, 2) and answer[1] == (
+                    "stop" if "response_format" in fields else "tool_calls"
+                )
                 assert answer == said(client.post("/v1/chat/completions", json={**body, "prompt_logprobs": 0}))
 
 
