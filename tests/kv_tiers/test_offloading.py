@@ -301,7 +301,14 @@ DECODE = {"kv_role": "decode"}
         ("qwen3", {"kv_offloading_size": 900_000.0, "data_parallel_size": 900_000}, "for 900000 engines together"),
         ("qwen3", {"kv_offloading_size": -1.0}, "must be at least 0"),
         ("qwen3", {"enable_prefix_caching": False}, "prefix caching, which is off"),
+        ("qwen3", {"kv_offloading_size": float("nan")}, "is nan, must be at least 0"),
         ("qwen3", {"pipeline_parallel_size": 2}, "each stage has blocks of its own layers"),
+        (
+            "qwen3",
+            {"prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size 2, but devices split the tokens of a block",
+        ),
+        ("qwen3", {"tensor_parallel_size": 2, "nnodes": 2}, "nnodes 2, but the host memory of one host is used"),
         ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}, "data-parallel ranks"),
     ],
 )
