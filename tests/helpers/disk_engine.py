@@ -84,7 +84,7 @@ class Engine:
         self.until(lambda: done)
 
     def path(self, name: int) -> Path:
-        """Of the file with a content, which is alone in it if none has it."""
+        """Path of the file that contains this content, or that would contain it alone."""
         assert self.store._folder is not None
         return Path(self.store._folder.path(self.store.file_of(NAMES[name])))
 

@@ -38,7 +38,7 @@ class FileFormat:
 
     @property
     def content_bytes(self) -> int:
-        """Of a content with its header."""
+        """Size of one content including its header."""
         return self.header_bytes + _whole_pages(self.block_bytes)
 
     def pack(self, buffer: memoryview, name: bytes, content: memoryview, sums: bytes) -> None:

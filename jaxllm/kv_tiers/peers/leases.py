@@ -93,7 +93,7 @@ class Leases:
 
     @property
     def num_expired(self) -> int:
-        """Leases that nobody ended in time."""
+        """Number of leases that ended because they were not renewed in time."""
         with self._changed:
             self._expire()
             return self._num_expired

@@ -16,7 +16,7 @@ from tests.helpers.disk_engine import FILE_BYTES, NAMES, files
 from tests.kv_tiers.disk.test_store import failing
 
 CONTENT_BYTES = FILE_BYTES
-"""Of a content with its header, which is all of a file that has one."""
+"""Size of one content including its header: such a file has nothing else."""
 A_FILE = 4
 
 
@@ -82,7 +82,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "torn": (lambda path: os.truncate(path, CONTENT_BYTES + 7), False),
     "empty": (lambda path: os.truncate(path, 0), False),
 }
-"""What happens to a file, and whether its first content stays right."""
+"""Damages to a file of four contents, with whether the first one can still be read."""
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -167,7 +167,7 @@ def test_a_discarded_content_takes_its_file_along(make: Any, is_known: bool, mon
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_content_in_two_files_is_read_from_either(make: Any, is_lost: bool) -> None:
-    """Of which the one is lost from which an engine would read it, or the other one."""
+    """is_lost: whether the file that is lost is the one from which the engine would read it."""
     first, second = make(blocks_per_file=A_FILE), make(blocks_per_file=A_FILE)
     first.write(0, 1, 2, 3)
     second.write(2, 3, 4, 5)

@@ -234,8 +234,8 @@ def _wait_for(spans: Iterable[_Span]) -> float:
 
 
 def check_client() -> None:
-    """Raise ConfigError if JAX is to use the client of XLA that runs everything on one stream of a device: copies beside programs, and what
-    programs may find in memory that these copies write, are checked with its default client alone."""
+    """Raise ConfigError if JAX is to use the client of XLA that runs everything on one stream of a device: these copies were checked with
+    its default client alone."""
     if os.environ.get(_OTHER_CLIENT, "0") != "0":
         raise ConfigError(
             f"{_OTHER_CLIENT} is set, and blocks are not copied to host memory with that client of XLA; unset it, or leave "
