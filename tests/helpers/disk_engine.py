@@ -86,7 +86,7 @@ class Engine:
     def path(self, name: int) -> Path:
         """Path of the file that contains this content, or that would contain it alone."""
         assert self.store._folder is not None
-        return Path(self.store._folder.path(self.store.file_of(NAMES[name])))
+        return Path(self.store._folder.path(self.store.known.file_of(NAMES[name])))
 
     @property
     def stats(self) -> SchedulerStats:

@@ -163,17 +163,17 @@ def test_sleep_keeps_files_and_a_reset_of_external_contents_does_not(tmp_path: P
         before = core.stats().num_disk_reads
         store_of(core).find([b""])  # opens the directory again
         wait_until(lambda: store_of(core)._folder is not None)
-        assert store_of(core)._files
+        assert store_of(core).known.files
         write_all(core, prompts, wanted)
         assert core.stats().num_disk_reads > before
     assert core.reset_prefix_cache()
     store_of(core).find([b""])
     wait_until(lambda: store_of(core)._folder is not None)
-    assert store_of(core)._files
+    assert store_of(core).known.files
     assert core.reset_prefix_cache(reset_external=True)
     wait_until(lambda: store_of(core)._folder is not None)
     before = core.stats().num_disk_reads
-    assert not store_of(core)._files and Client(core, prompts[:1]).run() == wanted[:1]
+    assert not store_of(core).known.files and Client(core, prompts[:1]).run() == wanted[:1]
     assert core.stats().num_disk_reads == before
     core.shutdown()
 

@@ -1,12 +1,11 @@
 """A store of contents in files, which outlive the engine and which engines on one directory share."""
 
 import errno
-import itertools
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat
-from jaxllm.kv_tiers.disk.folder import MAX_NAMES, BlockFolder, Names, folder_of, next_epoch, prepare, read_epoch
+from jaxllm.kv_tiers.disk.folder import MAX_NAMES, BlockFolder, folder_of, next_epoch, prepare, read_epoch
+from jaxllm.kv_tiers.disk.known_files import KnownFiles
 from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, WriteTask
 from jaxllm.kv_tiers.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
@@ -61,15 +61,8 @@ class DiskStore:
         """None: it has to be opened, or is being opened."""
         self._num_resets = 0
         self._is_opening = self._ends_epoch = False
-        self._files: dict[bytes, Names] = {}
-        """The contents that files have, as far as is known, with all contents of their file."""
-        self._changed: dict[bytes, Names | None] = {}
-        """Contents that were written or lost while the directory was read, and their file if they are there."""
-        self._given_up: dict[bytes, Names] = {}
-        """Contents of files that took too long to write, and may be there by now."""
+        self.known = KnownFiles()
         self._listener: TierListener | None = None
-        self._untold: dict[bytes, bool] = {}
-        """Names added or removed, not reported to the listener yet: no more than files, however long no step reports them."""
         self._used_bytes = self._needed_bytes = 0
         """Bytes of all files, and bytes that are missing for a write."""
         self._paused_until = self._told_until = 0.0
@@ -97,7 +90,7 @@ class DiskStore:
         if self._folder is None:
             self._open_soon()
             return []
-        return [] if self._readers.is_stuck else [name for name in names if name in self._files]
+        return [] if self._readers.is_stuck else [name for name in names if name in self.known.files]
 
     def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
         return ()
@@ -153,18 +146,12 @@ class DiskStore:
             part = slice(first, first + size)
             workers.submit(kind(self, folder, transfer, first, names[part], slots[part]))
 
-    def file_of(self, name: bytes) -> Names:
-        """All contents of the file in which a content should be."""
-        return self._files.get(name) or (name,)
-
     def finished(self) -> list[Transfer]:
         self._readers.give_up()
         self._writers.give_up()
         with self._lock:
             found, self._finished = self._finished, []
-            told = list(itertools.islice(self._untold.items(), _TOLD_AT_ONCE))
-            for name, _ in told:
-                del self._untold[name]
+            told = self.known.take_untold(_TOLD_AT_ONCE)
         if self._listener is not None:
             for name, is_there in told:
                 self._listener("STORAGE", name, is_there)
@@ -179,22 +166,16 @@ class DiskStore:
     def listener(self, listener: TierListener | None) -> None:
         with self._lock:
             self._listener = listener
-            self._untold.clear()
-            self._note(self._files, True)
-
-    def _note(self, names: Iterable[bytes], is_there: bool) -> None:
-        """These names have come or gone, and had not before."""
-        if self._listener is not None:
-            for name in names:
-                if self._untold.pop(name, is_there) is is_there:
-                    self._untold[name] = is_there
+            if listener is None:
+                self.known.is_listened_to = False
+            else:
+                self.known.tell_all()
 
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
-            # Also of files that are not known yet: a write that was given up may have ended.
-            files = {file for name in names for file in (self.file_of(name), self._given_up.get(name), (name,)) if file}
+            files = {file for name in names for file in self.known.possible_files(name)}
             for file in files:
-                self._lose(file)
+                self.known.lose(file)
         if (folder := self._folder) is not None:
             for file in files:
                 self._calls.put(partial(folder.unlink, file))
@@ -202,9 +183,8 @@ class DiskStore:
     def reset(self, *, external: bool) -> None:
         with self._lock:
             self._num_resets += 1
-            self._note(self._files, False)
-            self._folder, self._files = None, {}
-            self._given_up.clear()
+            self.known.clear()
+            self._folder = None
             self._is_opening, self._ends_epoch = False, self._ends_epoch or external
         if external:
             self._open_soon()
@@ -241,7 +221,7 @@ class DiskStore:
                 self._pace.note(seconds)
             else:
                 self._num_bad += not is_missing
-                self._lose(task.file)
+                self.known.lose(task.file)
         if error is not None and not is_missing:
             self._warn(
                 f"a file of blocks cannot be used, and its tokens are computed again: {task.folder.path(task.file)}: {error}"
@@ -257,11 +237,9 @@ class DiskStore:
             self._num_queued_writes -= count
             self._write_seconds += seconds
             if error is None and task.folder is self._folder:
-                self._note(set(task.names) - self._files.keys(), True)
-                for name in task.names:
-                    self._files[name] = self._changed[name] = task.names
+                self.known.add(task.names)
             elif isinstance(error, TimeoutError) and task.folder is self._folder:
-                self._given_up.update(dict.fromkeys(task.names, task.names))
+                self.known.give_up(task.names)
             if task.was_written:
                 self._num_written += count
                 self._used_bytes += count * self.content_bytes
@@ -277,14 +255,6 @@ class DiskStore:
                     self._finished.append(over)
         if over is not None:
             self._wake()
-
-    def _lose(self, file: Names) -> None:
-        """The contents of a file are lost, unless another one has them too."""
-        for name in file:
-            if self._files.get(name, file) == file:
-                if self._files.pop(name, None) is not None:
-                    self._note([name], False)
-                self._changed[name] = None
 
     def _pause(self, error: Exception) -> None:
         if time.monotonic() < self._paused_until:
@@ -331,7 +301,7 @@ class DiskStore:
             self._ends_epoch = False
         folder = BlockFolder(self._root, format)
         self._scan_folder(folder, num_resets)
-        logger.info("disk: %d blocks in %s", len(self._files), folder.folder)
+        logger.info("disk: %d blocks in %s", len(self.known.files), folder.folder)
 
     def _scan(self) -> None:
         folder, num_resets, self._scan_at = self._folder, self._num_resets, math.inf
@@ -346,22 +316,15 @@ class DiskStore:
         """Read the directory, and make room in it if need be."""
         start = time.monotonic()
         with self._lock:
-            self._changed.clear()
+            self.known.begin_scan()
         usage, most = janitor.measure(self._root), self._max_bytes - self._needed_bytes
         if (usage.has_waste or usage.num_bytes > most) and janitor.make_room(self._root, most):
             usage = janitor.measure(self._root)
         files = folder.files()
         with self._lock:
             if num_resets == self._num_resets:
-                for name, file in self._changed.items():
-                    if file is None:
-                        files.pop(name, None)
-                    else:
-                        files[name] = file
-                if self._listener is not None:
-                    self._note(self._files.keys() - files.keys(), False)
-                    self._note(files.keys() - self._files.keys(), True)
-                self._files, self._folder = files, folder
+                self.known.end_scan(files)
+                self._folder = folder
             self._used_bytes, self._needed_bytes = usage.num_bytes, 0
         end = time.monotonic()
         self._scan_at = end + max(SCAN_SECONDS, (end - start) / SCAN_SHARE)

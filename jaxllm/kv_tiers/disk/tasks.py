@@ -43,7 +43,7 @@ class ReadTask(FileTask):
     @cached_property
     def file(self) -> Names:
         """All contents of its file."""
-        return self.store.file_of(self.names[0])
+        return self.store.known.file_of(self.names[0])
 
     def run(self, buffer: memoryview) -> None:
         self.found = self.folder.read(self.names[0], self.file, buffer)

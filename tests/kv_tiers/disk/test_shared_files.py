@@ -199,5 +199,5 @@ def test_other_files_are_none_of_blocks(make: Any, tmp_path: Path, name: str) ->
     engine.write(0, 1)
     (engine.path(0).parent / name).write_bytes(b"x")
     engine.scan()
-    assert engine.find() == [0, 1] and set(engine.store._files) == set(NAMES[:2])
+    assert engine.find() == [0, 1] and set(engine.store.known.files) == set(NAMES[:2])
     assert janitor.measure(tmp_path / "kv").num_bytes == 2 * CONTENT_BYTES

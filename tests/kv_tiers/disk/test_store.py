@@ -343,11 +343,11 @@ def test_what_a_listener_is_to_be_told_is_bounded_by_the_files(make: Any) -> Non
     store = engine.store
     with store._lock:  # what other engines write while this one is idle
         for _ in range(100):
-            store._note([NAMES[2]], True)
-            store._note([NAMES[2]], False)
-        assert not store._untold
-        store._note([NAMES[1]], False)
-        store._note([NAMES[1]], True)
+            store.known.note([NAMES[2]], True)
+            store.known.note([NAMES[2]], False)
+        assert not store.known._untold
+        store.known.note([NAMES[1]], False)
+        store.known.note([NAMES[1]], True)
     engine.write(1)
     assert told == [True], "it was there already, and is again"
 
