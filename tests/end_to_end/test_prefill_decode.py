@@ -86,6 +86,13 @@ def until(client: httpx.Client, name: str, rank: int, holds: Callable[[float], b
         time.sleep(0.05)
 
 
+def until_idle(client: httpx.Client) -> None:
+    """Wait until no engine has requests, blocks in use, or prompts that it keeps."""
+    for rank in (*PREFILLS, *DECODES):
+        for gauge in ("kv_leases", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
+            until(client, gauge, rank, (0.0).__eq__)
+
+
 def loaded_bytes(client: httpx.Client, ranks: tuple[int, ...] = DECODES) -> float:
     """Bytes that decode engines have loaded from host memory, into which they fetch blocks."""
     return sum(metric(client, "kv_offload_load_bytes_total", rank) for rank in ranks)
@@ -212,6 +219,19 @@ def test_chats_with_tools_and_schemas_are_those_of_one_engine(server: ServerProc
                 assert answer == said(client.post("/v1/chat/completions", json={**body, "prompt_logprobs": 0}))
 
 
+def test_clients_that_leave_while_their_prompt_is_computed_or_their_answer_leave_nothing(server: ServerProcess) -> None:
+    with server.client() as client:
+        for number in range(4):
+            body = {"prompt": f"left {number} {TEXT * 8}", "max_tokens": 200, "ignore_eos": True}
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.01 * (1 + number)))
+            with client.stream(
+                "POST", "/v1/completions", json={**body, "prompt": f"again {body['prompt']}", "stream": True}
+            ) as stream:
+                next(stream.iter_lines())
+        until_idle(client)
+
+
 def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: ServerProcess) -> None:
     """All engines take part, before and after. Nothing is left of what was under way: no block, no lease, no memory."""
     engines = server.children("jaxllm.engine.process")
@@ -245,7 +265,5 @@ def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: 
             assert answers[number] == texts_of(complete(client, f"killed {number}: {TEXT * 6}", **alone))
         wait_until(lambda: _states(server) == ["serving"] * 3, "they were not started again")
         passes_on("after")
-        for rank in range(3):
-            for gauge in ("kv_leases", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
-                until(client, gauge, rank, (0.0).__eq__)
+        until_idle(client)
     wait_until(lambda: len(shared_memory(server)) == len(PREFILLS), "memory of an engine that was killed is mapped")
