@@ -1,4 +1,4 @@
-"""Which contents are in which files, as far as a store knows, and what of it a listener has yet to be told."""
+"""The contents of files, as far as a store knows, and changes that its listener has not been notified of."""
 
 import itertools
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class KnownFiles:
         self._given_up: dict[bytes, Names] = {}
         """Contents of files that took too long to write, and may be there by now."""
         self._untold: dict[bytes, bool] = {}
-        """Contents added or removed, not told yet: no more than are in files, however long nobody asks."""
+        """Contents added or removed since `take_untold`: no more than are in files, however rarely it is called."""
 
     def file_of(self, name: bytes) -> Names:
         """All contents of the file in which a content should be."""
@@ -69,10 +69,10 @@ class KnownFiles:
             self.note(files.keys() - self.files.keys(), True)
         self.files = files
 
-    # What a listener is told
+    # For the listener
 
     def tell_all(self) -> None:
-        """There is a listener from now on, who knows nothing."""
+        """There is a new listener: all contents count as added."""
         self.is_listened_to = True
         self._untold.clear()
         self.note(self.files, True)
@@ -85,7 +85,7 @@ class KnownFiles:
                     self._untold[name] = is_there
 
     def take_untold(self, most: int) -> list[tuple[bytes, bool]]:
-        """At most so many contents that have come or gone since they were told last, and whether they are there."""
+        """Returns at most so many contents that were added or removed since the last call, and whether they are there."""
         told = list(itertools.islice(self._untold.items(), most))
         for name, _ in told:
             del self._untold[name]
