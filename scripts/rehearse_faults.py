@@ -39,6 +39,8 @@ STAGES_ON_TWO_HOSTS = "--pipeline-parallel-size 2 --nnodes 2 --warmup background
 TWO_ROLES = f"--prefill 1 --decode 2 --prefill-threshold {THRESHOLD} --kv-offloading-size 0.5 --warmup lazy --max-num-batched-tokens 128"
 LEASES_END_WITHIN_SECONDS = 45.0
 """Leases that no engine asked for end after 30 s."""
+BETWEEN_LEGS_SECONDS = 8.0
+"""Prompts are computed within it, and their leases do not end."""
 LAYERS_ON_TWO_HOSTS = "--tensor-parallel-size 2 --nnodes 2 --warmup background"
 
 
@@ -285,6 +287,26 @@ async def decode_killed(server: RehearsedServer, row: Row) -> None:
     row.expect(any(counts[each] for each in lost), "the engine had no request")
     row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
     await two_roles_again(server, row, since, answers)
+
+
+async def api_server_killed_between_legs(server: RehearsedServer, row: Row) -> None:
+    """It is stopped while prompts of its requests are computed, and killed before it sends any of them to a decode engine."""
+    load, answers = await mixed_load(server, "kv_leases", 0)
+    api_server = server.pids("server.api_server")[0]
+    os.kill(api_server, signal.SIGSTOP)
+    await asyncio.sleep(BETWEEN_LEGS_SECONDS)
+    since = time.monotonic()
+    os.kill(api_server, signal.SIGKILL)
+    counts = await outcomes(row, load, [WHOLE, LEFT, CLOSED], since)
+    row.expect(counts[WHOLE] > 0 and counts[CLOSED] > 0, "one API server's clients must be served and the other's not")
+    row.expect((row.seconds or 0) < KNOWN_WITHIN_SECONDS, f"they knew after {row.seconds:.2f} s")
+    await until_metric(server, "kv_leases", 0, lambda value: not value, LEASES_END_WITHIN_SECONDS)
+    seconds = time.monotonic() - since
+    async with ServerClient(server.url) as client:
+        row.expect(await metric(client, "kv_lease_expired_total", 0) > 0, "it had sent all requests on")
+    await asyncio.to_thread(server.wait_whole)
+    await two_roles_again(server, row, since, answers)
+    row.after = f"serves on, no prompt of it is kept {seconds:.0f} s after the fault"
 
 
 async def two_roles_again(server: RehearsedServer, row: Row, since: float, answers: Sequence[Answer]) -> None:
@@ -535,6 +557,11 @@ FAULTS = {
         "kill -9 of the prefill engine while others fetch the first blocks of prompts that it computes",
         prefill_killed_in_early_fetches,
         TWO_ROLES,
+    ),
+    "legs": Fault(
+        "kill -9 of one of 2 API servers between prefill and decode of its requests",
+        api_server_killed_between_legs,
+        f"{TWO_ROLES} --api-server-count 2",
     ),
     "decode": Fault("kill -9 of one of 2 decode engines", decode_killed, TWO_ROLES),
     "remote-replica": Fault("kill -9 of the replica on host 1 of 2", remote_replica_killed, ON_TWO_HOSTS, has_other_host=True),

@@ -307,6 +307,8 @@ class Listener:
             self._poller.unregister(descriptor)
             os.close(descriptor)
             del self._processes[descriptor]
+            with contextlib.suppress(OSError):
+                os.unlink(Path(self.directory, client))  # its socket, if it was killed
         self._outbox.disconnect(client)
         self.commands.put(Gone(client))
 

@@ -86,6 +86,13 @@ def until(client: httpx.Client, name: str, rank: int, holds: Callable[[float], b
         time.sleep(0.05)
 
 
+def until_idle(client: httpx.Client) -> None:
+    """Wait until no engine has requests, blocks in use, or prompts that it keeps."""
+    for rank in (*PREFILLS, *DECODES):
+        for gauge in ("kv_leases", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
+            until(client, gauge, rank, (0.0).__eq__)
+
+
 def loaded_bytes(client: httpx.Client, ranks: tuple[int, ...] = DECODES) -> float:
     """Bytes that decode engines have loaded from host memory, into which they fetch blocks."""
     return sum(metric(client, "kv_offload_load_bytes_total", rank) for rank in ranks)
@@ -128,6 +135,103 @@ def test_the_answer_is_that_of_one_engine(server: ServerProcess) -> None:
             assert texts_of(answer) == texts_of(client.post("/v1/completions", json={**whole, "prompt_logprobs": 0}).json())
 
 
+EDGES: tuple[tuple[int, dict[str, Any]], ...] = (
+    *((512, {"max_tokens": count}) for count in (1, 8)),
+    *((511, {"max_tokens": count}) for count in (1, 8, None)),
+    (510, {"max_tokens": 2}),
+    (513, {"max_tokens": 1}),
+    (200, {"max_tokens": 1}),
+    (201, {"max_tokens": 1, "n": 3, "temperature": 1.0, "seed": 5, "logprobs": 2}),
+    (202, {"max_tokens": 0, "echo": True}),
+    (203, {"echo": True}),
+    (204, {"echo": True, "logprobs": 1}),
+    (205, {"prompt_logprobs": 1}),
+    (206, {"n": 2, "temperature": 1.0, "seed": 6, "logprobs": 2}),
+)
+"""Numbers of prompt tokens (--max-model-len is 512), and fields."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": TOOL["function"]["parameters"]}}  # type: ignore[index]
+
+
+def without_scores_of_prompt(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Choices without what makes one engine compute all."""
+    return [{name: value for name, value in choice.items() if name != "prompt_logprobs"} for choice in choices]
+
+
+def test_prompts_and_fields_at_their_limits_are_those_of_one_engine(server: ServerProcess) -> None:
+    with server.client() as client:
+        for number, (num_tokens, fields) in enumerate(EDGES):
+            token_ids = [100 + number + place % 50 for place in range(num_tokens)]
+            body = {"prompt": token_ids, "temperature": 0, "max_tokens": 4, "ignore_eos": True, **fields}
+            before = loaded_bytes(client)
+            answer = client.post("/v1/completions", json=body)
+            if num_tokens == 206:
+                wait_until(lambda before=before: loaded_bytes(client) > before, "the decode engine fetched nothing")
+            alone = client.post("/v1/completions", json={"prompt_logprobs": 0, **body})
+            assert answer.status_code == alone.status_code == (400 if num_tokens > 511 else 200), (
+                num_tokens,
+                fields,
+                answer.text,
+            )
+            if answer.status_code == 400:
+                assert answer.json()["error"] == alone.json()["error"]
+                continue
+            found, wanted = (without_scores_of_prompt(each.json()["choices"]) for each in (answer, alone))
+            assert found == wanted, (num_tokens, fields)
+            for name in ("prompt_tokens", "completion_tokens"):
+                assert answer.json()["usage"][name] == alone.json()["usage"][name]
+
+
+def said(reply: httpx.Response) -> tuple[str, str]:
+    """The arguments of the only tool call of a chat's answer or stream, or else its text; and why it ended."""
+    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line.startswith("data: {")]
+    choices = [choice for line in lines or [reply.text] for choice in json.loads(line)["choices"]]
+    parts = [choice.get("delta") or choice.get("message") or {} for choice in choices]
+    arguments = [call["function"].get("arguments") or "" for part in parts for call in part.get("tool_calls") or ()]
+    (reason,) = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return "".join(arguments) or "".join(part.get("content") or "" for part in parts), reason
+
+
+def test_chats_with_tools_and_schemas_are_those_of_one_engine(server: ServerProcess) -> None:
+    """Whole and as streams."""
+    with server.client() as client:
+        for fields in ({"tools": [TOOL], "tool_choice": "required"}, {"response_format": SCHEMA}):
+            for stream in (False, True):
+                messages = [{"role": "user", "content": f"{stream} {sorted(fields)} {TEXT * 2}"}]
+                body = {"messages": messages, "max_tokens": 60, "temperature": 0.9, "seed": 3, **fields}
+                before = loaded_bytes(client)
+                answer = said(client.post("/v1/chat/completions", json={**body, "stream": stream}))
+                wait_until(lambda before=before: loaded_bytes(client) > before, "the decode engine fetched nothing")
+                assert json.loads(answer[0])["a"] in (1, 2) and answer[1] == (
+                    "stop" if "response_format" in fields else "tool_calls"
+                )
+                assert answer == said(client.post("/v1/chat/completions", json={**body, "prompt_logprobs": 0}))
+
+
+def test_clients_that_leave_while_their_prompt_is_computed_or_their_answer_leave_nothing(server: ServerProcess) -> None:
+    with server.client() as client:
+        for number in range(4):
+            body = {"prompt": f"left {number} {TEXT * 8}", "max_tokens": 200, "ignore_eos": True}
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.01 * (1 + number)))
+            with client.stream(
+                "POST", "/v1/completions", json={**body, "prompt": f"again {body['prompt']}", "stream": True}
+            ) as stream:
+                next(stream.iter_lines())
+        until_idle(client)
+
+
 def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: ServerProcess) -> None:
     """All engines take part, before and after. Nothing is left of what was under way: no block, no lease, no memory."""
     engines = server.children("jaxllm.engine.process")
@@ -161,7 +265,5 @@ def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: 
             assert answers[number] == texts_of(complete(client, f"killed {number}: {TEXT * 6}", **alone))
         wait_until(lambda: _states(server) == ["serving"] * 3, "they were not started again")
         passes_on("after")
-        for rank in range(3):
-            for gauge in ("kv_leases", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
-                until(client, gauge, rank, (0.0).__eq__)
+        until_idle(client)
     wait_until(lambda: len(shared_memory(server)) == len(PREFILLS), "memory of an engine that was killed is mapped")

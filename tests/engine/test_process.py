@@ -553,6 +553,7 @@ def test_the_requests_of_a_client_that_was_killed_are_aborted_and_a_client_impor
                 killed.kill()
             await until_idle(llm)
             assert await num_running(llm) == 0
+            assert not list(shared.directory.glob("client-3-*")), "its socket is left"
 
     run(main())
 

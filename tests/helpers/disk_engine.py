@@ -39,10 +39,11 @@ class Memory:
 class Engine:
     """A store with its memory, as the step loop uses it."""
 
-    def __init__(self, root: Path, seed: int, max_bytes: int, model: dict[str, Any]):
+    def __init__(self, root: Path, seed: int, max_bytes: int, model: dict[str, Any], blocks_per_file: int = 1):
         self.memory, self.num_wakes, self.number = Memory(seed), 0, 0
         self.model = dict(model)
         self.store = DiskStore(open_root(root), max_bytes, self.memory, lambda: dict(self.model), self._wake)
+        self.store.blocks_per_file = blocks_per_file
         self.over: dict[int, Transfer] = {}
         self.until(lambda: self.store._folder is not None)
 
@@ -83,8 +84,9 @@ class Engine:
         self.until(lambda: done)
 
     def path(self, name: int) -> Path:
+        """Path of the file that contains this content, or that would contain it alone."""
         assert self.store._folder is not None
-        return Path(self.store._folder.path(NAMES[name]))
+        return Path(self.store._folder.path(self.store.known.file_of(NAMES[name])))
 
     @property
     def stats(self) -> SchedulerStats:

@@ -20,6 +20,7 @@ from tests.helpers import goldens, peft_files
 from tests.helpers.engines import make_core
 from tests.helpers.fake_copies import AlwaysWorth
 from tests.helpers.slow import slow_except
+from tests.speculative import checkpoints
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 CASES: list[list[Any]] = [
@@ -27,6 +28,7 @@ CASES: list[list[Any]] = [
     ["qwen3", {"kv_cache_dtype": "fp8"}],
     ["glm_moe_dsa", {"tensor_parallel_size": 2, "async_scheduling": False}],
     ["llama_gqa", {"speculative_config": NGRAM}],
+    ["qwen2", {"tensor_parallel_size": 4, "async_scheduling": False}],  # more devices than KV heads
 ]
 NUM_BLOCKS = 20
 
@@ -267,6 +269,19 @@ def test_adapters_with_other_files_have_other_blocks(tmp_path: Any) -> None:
     assert rounds[0] == rounds[1] and rounds[0][0] != rounds[0][2] and num_loaded > 0
 
 
+@pytest.mark.slow
+def test_a_drafter_with_blocks_of_its_own_changes_no_token(tmp_path: Any) -> None:
+    head = checkpoints.write(tmp_path / "head", checkpoints.CONFIG_3, checkpoints.head_tensors(is_third=True))
+    prompts = make_prompts(8, seed=3)
+    wanted = expected("llama_gqa", prompts)
+    core = make("llama_gqa", speculative_config={"method": "eagle3", "model": str(head), "num_speculative_tokens": 2})
+    client = Client(core, prompts)
+    for _ in range(3):
+        assert client.run() == wanted
+    assert core.stats().num_loaded_blocks > NUM_BLOCKS and core.stats().num_draft_tokens > 0
+    core.shutdown()
+
+
 DECODE = {"kv_role": "decode"}
 
 
@@ -286,7 +301,14 @@ DECODE = {"kv_role": "decode"}
         ("qwen3", {"kv_offloading_size": 900_000.0, "data_parallel_size": 900_000}, "for 900000 engines together"),
         ("qwen3", {"kv_offloading_size": -1.0}, "must be at least 0"),
         ("qwen3", {"enable_prefix_caching": False}, "prefix caching, which is off"),
+        ("qwen3", {"kv_offloading_size": float("nan")}, "is nan, must be at least 0"),
         ("qwen3", {"pipeline_parallel_size": 2}, "each stage has blocks of its own layers"),
+        (
+            "qwen3",
+            {"prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size 2, but devices split the tokens of a block",
+        ),
+        ("qwen3", {"tensor_parallel_size": 2, "nnodes": 2}, "nnodes 2, but the host memory of one host is used"),
         ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}, "data-parallel ranks"),
     ],
 )

@@ -521,6 +521,16 @@ def test_memory_that_cannot_be_locked_is_refused_before_weights_are_read(monkeyp
     assert copier.arena.descriptor is None and not hasattr(copier.arena, "words")
 
 
+def test_another_client_of_xla_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, copier = opening(monkeypatch)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "1")
+    with pytest.raises(
+        ConfigError, match="XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT is set, .*; unset it, or leave kv_offloading_size"
+    ):
+        copier.begin()
+    assert copier.arena.descriptor is None and not fake.locked
+
+
 def test_memory_that_the_system_has_not_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     _, copier = opening(monkeypatch)
     copier.arena.num_slots = 1 << 45  # more than addresses

@@ -19,7 +19,7 @@ def make(config: EngineConfig, root: Path, copies: Any, describe: Callable[[], d
     assert size is not None
     max_bytes = int(size * 2**30)
     store = DiskStore(root, max_bytes, copies.arena, describe, copies.wake)
-    if max_bytes < (least := 2 * copies.max_blocks * store.file_bytes):
+    if max_bytes < (least := 2 * copies.max_blocks * store.content_bytes):
         store.close()
         raise ConfigError(
             f"kv_offloading_disk_size is {max_bytes / 2**30:.3g} GiB, too little for what is written at a time; give {least / 2**30:.3g} "

@@ -1,4 +1,5 @@
-"""A file with the content of one block: a header of whole pages, and behind it the content as in its slot, padded to whole pages."""
+"""A file with the contents of some blocks, one behind the other. Each is checked alone: it has a header of whole pages, and behind it the
+content as in its slot, padded to whole pages."""
 
 import errno
 import os
@@ -25,7 +26,7 @@ class BadFileError(Exception):
 
 @dataclass(frozen=True)
 class FileFormat:
-    """The files of a fingerprint: all have the same size."""
+    """The contents in files of a fingerprint: all have the same size."""
 
     fingerprint: bytes
     block_bytes: int
@@ -36,18 +37,19 @@ class FileFormat:
         return _whole_pages(_FIELDS.size + self.sums_bytes)
 
     @property
-    def file_bytes(self) -> int:
+    def content_bytes(self) -> int:
+        """Size of one content including its header."""
         return self.header_bytes + _whole_pages(self.block_bytes)
 
     def pack(self, buffer: memoryview, name: bytes, content: memoryview, sums: bytes) -> None:
-        """Write all bytes of a file into a buffer of `file_bytes`."""
+        """Write all bytes of a content into a buffer of `content_bytes`."""
         copy(content, to=buffer[self.header_bytes : self.header_bytes + self.block_bytes])
-        buffer[self.header_bytes + self.block_bytes :] = bytes(self.file_bytes - self.header_bytes - self.block_bytes)
+        buffer[self.header_bytes + self.block_bytes :] = bytes(self.content_bytes - self.header_bytes - self.block_bytes)
         buffer[: self.header_bytes] = self._header(name, sums, 0)
         buffer[: self.header_bytes] = self._header(name, sums, zlib.crc32(buffer))
 
     def unpack(self, buffer: memoryview, name: bytes) -> tuple[memoryview, memoryview]:
-        """The content and the checksums of a file's bytes; faults are injected here. Raises BadFileError."""
+        """The content and the checksums in such bytes; faults are injected here. Raises BadFileError."""
         sums = bytes(buffer[_FIELDS.size : _FIELDS.size + self.sums_bytes])
         crc = _FIELDS.unpack_from(buffer)[-1]
         if bytes(buffer[: self.header_bytes]) != self._header(name, sums, crc):
@@ -89,12 +91,12 @@ def check_file(descriptor: int, file_bytes: int) -> os.stat_result:
     return status
 
 
-def read_all(descriptor: int, buffer: memoryview) -> None:
-    """Fill a buffer from the beginning of a file. Raises OSError, BadFileError if it is shorter."""
+def read_all(descriptor: int, buffer: memoryview, start: int) -> None:
+    """Fill a buffer from so many bytes behind the beginning of a file. Raises OSError, BadFileError if it is shorter."""
     done = 0
     while done < len(buffer):
-        if not (count := os.preadv(descriptor, [buffer[done:]], done)):
-            raise BadFileError(f"it ends after {done} bytes")
+        if not (count := os.preadv(descriptor, [buffer[done:]], start + done)):
+            raise BadFileError(f"it ends after {start + done} bytes")
         done += count
 
 

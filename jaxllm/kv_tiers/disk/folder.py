@@ -1,9 +1,12 @@
-"""The files of blocks below a directory that several engines share: `DIR/<fingerprint>/<epoch>/<hh>/<name>`.
+"""The files of blocks below a directory that several engines share: `DIR/<fingerprint>/<epoch>/<hh>/<names>`.
 
-The fingerprint is cut to 16 digits and hh are the first two digits of the name. An epoch ends when contents are to be dropped: all engines
-of the fingerprint go on to the next one, as soon as they see it.
+The fingerprint is cut to 16 digits, and hh are the first two digits of the first name. What a file is called says what is in it, so that
+none need be opened to find a content: the digits of its only name, or several names in base64 with dots between. An epoch ends when
+contents are to be dropped: all engines of the fingerprint go on to the next one, as soon as they see it.
 """
 
+import base64
+import binascii
 import contextlib
 import fcntl
 import itertools
@@ -22,6 +25,10 @@ from jaxllm.kv_tiers.disk import block_file
 from jaxllm.kv_tiers.disk.block_file import FileFormat, check_file, open_file
 
 TEMPORARY = ".tmp"
+MAX_NAMES = 4
+"""In a file: so many names, of up to 40 bytes each, fit into what file systems let it be called."""
+Names = tuple[bytes, ...]
+"""The contents of a file, in their order in it."""
 REFRESH_SECONDS = 3600
 """A file that is read counts as used then, if that is so much later than the last time."""
 _ENTRIES_AT_ONCE, _REST_SECONDS = 100, 0.0002
@@ -120,18 +127,19 @@ class BlockFolder:
         self.epoch = read_epoch(self.folder)
         self._path = str(self.folder / str(self.epoch))
 
-    def path(self, name: bytes) -> str:
-        """Where the content of a name lies."""
-        digits = name.hex()
-        return f"{self._path}/{digits[:2]}/{digits}"
+    def path(self, names: Names) -> str:
+        """Where the file with these contents lies."""
+        return f"{self._path}/{names[0].hex()[:2]}/{_called(names)}"
 
-    def read(self, name: bytes, buffer: memoryview) -> tuple[memoryview, memoryview]:
-        """Read a file into a buffer of its size. Returns the content and the checksums in it. Raises OSError or BadFileError."""
-        descriptor = open_file(self.path(name), os.O_RDONLY)
+    def read(self, name: bytes, names: Names, buffer: memoryview) -> tuple[memoryview, memoryview]:
+        """Read a content of the file with these names into a buffer. Returns it and the checksums, in the buffer. Raises OSError or
+        BadFileError."""
+        size = self.format.content_bytes
+        descriptor = open_file(self.path(names), os.O_RDONLY)
         try:
-            status = check_file(descriptor, self.format.file_bytes)
-            block_file.read_all(descriptor, buffer)
-            found = self.format.unpack(buffer, name)
+            status = check_file(descriptor, len(names) * size)
+            block_file.read_all(descriptor, buffer[:size], names.index(name) * size)
+            found = self.format.unpack(buffer[:size], name)
             if abs(time.time() - status.st_mtime) > REFRESH_SECONDS:
                 with contextlib.suppress(OSError):
                     os.utime(descriptor)
@@ -139,14 +147,14 @@ class BlockFolder:
         finally:
             os.close(descriptor)
 
-    def write(self, name: bytes, buffer: memoryview) -> bool:
+    def write(self, names: Names, buffer: memoryview) -> bool:
         """Write a file, unless there is one. Others see all of it or nothing. Not synced to the disk: what a crash leaves of it fails
         its checks. Returns whether it was written. Raises OSError."""
-        path = self.path(name)
+        path = self.path(names)
         if os.path.lexists(path):
             return False
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        temporary = temporary_of(path)
+        temporary = temporary_of(self.path(names[:1]))
         try:
             descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
@@ -160,22 +168,39 @@ class BlockFolder:
             raise
         return True
 
-    def unlink(self, name: bytes) -> None:
+    def unlink(self, names: Names) -> None:
         """Remove a file, whatever is in its place."""
         with contextlib.suppress(OSError):
-            os.unlink(self.path(name))
+            os.unlink(self.path(names))
 
-    def names(self) -> set[bytes]:
-        """The names of all files. Raises OSError."""
-        return {bytes.fromhex(entry.name) for entry in entries_of(self._path) if is_block(entry)}
+    def files(self) -> dict[bytes, Names]:
+        """The contents of all files, with those of the file in which each is. Raises OSError."""
+        return {name: names for entry in entries_of(self._path) for names in [names_in(entry)] for name in names}
+
+
+def _called(names: Names) -> str:
+    return (
+        names[0].hex() if len(names) == 1 else ".".join(base64.urlsafe_b64encode(name).decode().rstrip("=") for name in names)
+    )
 
 
 _DIGITS = re.compile(r"(?:[0-9a-f]{2}){8,64}")
+_SEVERAL = re.compile(r"[\w-]{11,86}(?:\.[\w-]{11,86})+", re.ASCII)
 
 
-def is_block(entry: "os.DirEntry[str]") -> bool:
-    """Whether an entry may be the file of a block."""
-    return _DIGITS.fullmatch(entry.name) is not None and entry.is_file(follow_symlinks=False)
+def names_in(entry: "os.DirEntry[str]") -> Names:
+    """The contents that the file of an entry should have; none if it is no file of blocks."""
+    try:
+        if not entry.is_file(follow_symlinks=False):
+            return ()
+        if _DIGITS.fullmatch(entry.name):
+            return (bytes.fromhex(entry.name),)
+        if _SEVERAL.fullmatch(entry.name):
+            names = tuple(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)) for part in entry.name.split("."))
+            return names if _called(names) == entry.name else ()
+    except (OSError, binascii.Error):
+        pass
+    return ()
 
 
 def entries_of(epoch_path: str) -> "Iterator[os.DirEntry[str]]":

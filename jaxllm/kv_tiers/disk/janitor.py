@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxllm.kv_tiers.disk.folder import TEMPORARY, entries_of, is_block, locked, read_epoch
+from jaxllm.kv_tiers.disk.folder import TEMPORARY, entries_of, locked, names_in, read_epoch
 
 ROOM_SHARE = 0.9
 """Share of the limit to which usage is reduced, so that files need not be deleted before each write."""
@@ -32,18 +32,19 @@ class Usage(NamedTuple):
 
 
 def measure(root: Path) -> Usage:
-    """Count the files of all fingerprints: those of a folder have equal sizes. Raises OSError."""
+    """Count the contents of all fingerprints: those of a folder have equal sizes. Raises OSError."""
     num_bytes, has_waste = 0, False
     for epoch_path, is_current in _epochs(root):
-        size = num_files = 0
+        size = num_files = num_contents = 0
         for entry in entries_of(epoch_path):
-            if is_block(entry):
+            if names := names_in(entry):
                 if num_files < _NUM_MEASURED:
                     with contextlib.suppress(OSError):
-                        size = max(size, entry.stat(follow_symlinks=False).st_size)
+                        size = max(size, entry.stat(follow_symlinks=False).st_size // len(names))
                 num_files += 1
+                num_contents += len(names)
             has_waste |= not is_current or (entry.name.endswith(TEMPORARY) and _is_old(entry))
-        num_bytes += num_files * size
+        num_bytes += num_contents * size
     return Usage(num_bytes, has_waste)
 
 
@@ -67,7 +68,7 @@ def make_room(root: Path, max_bytes: int) -> bool:
                         _unlink(entry.path)
                 elif not is_current:
                     _unlink(entry.path)
-                elif is_block(entry):
+                elif names_in(entry):
                     if last_use > now + _EARLY_SECONDS:  # the clock was moved: it would never be the oldest
                         last_use = now
                         with contextlib.suppress(OSError):

@@ -1,12 +1,11 @@
 """A store of contents in files, which outlive the engine and which engines on one directory share."""
 
 import errno
-import itertools
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat
-from jaxllm.kv_tiers.disk.folder import BlockFolder, folder_of, next_epoch, prepare, read_epoch
+from jaxllm.kv_tiers.disk.folder import MAX_NAMES, BlockFolder, folder_of, next_epoch, prepare, read_epoch
+from jaxllm.kv_tiers.disk.known_files import KnownFiles
 from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, WriteTask
 from jaxllm.kv_tiers.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
@@ -34,6 +34,8 @@ SCAN_SECONDS, SCAN_SHARE = 10.0, 0.05
 """The directory is read so often, but for less than this share of a thread's time: other engines write to it."""
 _FIRST_RATE = 2e9
 """Bytes read in a second, before the first read."""
+SMALL_BYTES = 256 << 10
+"""Blocks below it share files."""
 QUEUED_BYTES = 256 << 20
 """Most bytes that wait to be written, or one transfer."""
 _TOLD_AT_ONCE = 1000
@@ -59,13 +61,8 @@ class DiskStore:
         """None: it has to be opened, or is being opened."""
         self._num_resets = 0
         self._is_opening = self._ends_epoch = False
-        self._names: set[bytes] = set()
-        """The contents that files have, as far as is known."""
-        self._changed: dict[bytes, bool] = {}
-        """Files that were written or lost while the directory was read, and whether they are there."""
+        self.known = KnownFiles()
         self._listener: TierListener | None = None
-        self._untold: dict[bytes, bool] = {}
-        """Names added or removed, not reported to the listener yet: no more than files, however long no step reports them."""
         self._used_bytes = self._needed_bytes = 0
         """Bytes of all files, and bytes that are missing for a write."""
         self._paused_until = self._told_until = 0.0
@@ -74,9 +71,10 @@ class DiskStore:
         self._pace = Pace(memory.block_bytes, NUM_READERS, _FIRST_RATE)
         self._num_read = self._num_written = self._num_bad = 0
         self._read_seconds = self._write_seconds = 0.0
-        self.file_bytes = self._format(b"").file_bytes
-        self._readers = Workers("kv-disk-read", NUM_READERS, self.file_bytes, READ_SECONDS)
-        self._writers = Workers("kv-disk-write", NUM_WRITERS, self.file_bytes, WRITE_SECONDS)
+        self.content_bytes = self._format(b"").content_bytes
+        self.blocks_per_file = MAX_NAMES if memory.block_bytes < SMALL_BYTES else 1
+        self._readers = Workers("kv-disk-read", NUM_READERS, self.content_bytes, READ_SECONDS)
+        self._writers = Workers("kv-disk-write", NUM_WRITERS, self.blocks_per_file * self.content_bytes, WRITE_SECONDS)
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._scan_at = math.inf
         self._keeper = threading.Thread(target=self._keep, name="kv-disk-keeper", daemon=True)
@@ -92,7 +90,7 @@ class DiskStore:
         if self._folder is None:
             self._open_soon()
             return []
-        return [] if self._readers.is_stuck else [name for name in names if name in self._names]
+        return [] if self._readers.is_stuck else [name for name in names if name in self.known.files]
 
     def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
         return ()
@@ -111,20 +109,20 @@ class DiskStore:
         if folder is None:
             self._finished.append(Transfer(number, [False] * len(names), 0.0))
             return
-        self._begin(ReadTask, self._readers, folder, number, names, slots)
+        self._begin(ReadTask, self._readers, folder, number, names, slots, 1)
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         if (folder := self._folder) is None:
             self._open_soon()
             return False
-        is_behind = self._num_queued_writes and (self._num_queued_writes + len(names)) * self.file_bytes > QUEUED_BYTES
-        is_full = self._used_bytes + len(names) * self.file_bytes > self._max_bytes
+        is_behind = self._num_queued_writes and (self._num_queued_writes + len(names)) * self.content_bytes > QUEUED_BYTES
+        is_full = self._used_bytes + len(names) * self.content_bytes > self._max_bytes
         if is_behind or is_full or self._writers.is_stuck or time.monotonic() < self._paused_until:
             if is_full and not self._needed_bytes:
-                self._needed_bytes = len(names) * self.file_bytes
+                self._needed_bytes = len(names) * self.content_bytes
                 self._calls.put(self._scan)
             return False
-        self._begin(WriteTask, self._writers, folder, number, names, slots)
+        self._begin(WriteTask, self._writers, folder, number, names, slots, self.blocks_per_file)
         return True
 
     def _begin(
@@ -135,24 +133,25 @@ class DiskStore:
         number: int,
         names: Sequence[bytes],
         slots: Sequence[int],
+        size: int,
     ) -> None:
+        """size: contents of a task."""
         transfer = PendingTransfer(number, len(names))
         with self._lock:
             if kind is ReadTask:
                 self._num_queued_reads += len(names)
             else:
                 self._num_queued_writes += len(names)
-        for index, (name, slot) in enumerate(zip(names, slots, strict=True)):
-            workers.submit(kind(self, folder, transfer, index, name, slot))
+        for first in range(0, len(names), size):
+            part = slice(first, first + size)
+            workers.submit(kind(self, folder, transfer, first, names[part], slots[part]))
 
     def finished(self) -> list[Transfer]:
         self._readers.give_up()
         self._writers.give_up()
         with self._lock:
             found, self._finished = self._finished, []
-            told = list(itertools.islice(self._untold.items(), _TOLD_AT_ONCE))
-            for name, _ in told:
-                del self._untold[name]
+            told = self.known.take_untold(_TOLD_AT_ONCE)
         if self._listener is not None:
             for name, is_there in told:
                 self._listener("STORAGE", name, is_there)
@@ -167,29 +166,25 @@ class DiskStore:
     def listener(self, listener: TierListener | None) -> None:
         with self._lock:
             self._listener = listener
-            self._untold.clear()
-            self._note(self._names, True)
-
-    def _note(self, names: Iterable[bytes], is_there: bool) -> None:
-        """These names have come or gone, and had not before."""
-        if self._listener is not None:
-            for name in names:
-                if self._untold.pop(name, is_there) is is_there:
-                    self._untold[name] = is_there
+            if listener is None:
+                self.known.is_listened_to = False
+            else:
+                self.known.tell_all()
 
     def discard(self, names: Sequence[bytes]) -> None:
         with self._lock:
-            for name in names:
-                self._lose(name)
+            files = {file for name in names for file in self.known.possible_files(name)}
+            for file in files:
+                self.known.lose(file)
         if (folder := self._folder) is not None:
-            for name in names:  # also of files that are not known yet: a write that was given up may have ended
-                self._calls.put(partial(folder.unlink, name))
+            for file in files:
+                self._calls.put(partial(folder.unlink, file))
 
     def reset(self, *, external: bool) -> None:
         with self._lock:
             self._num_resets += 1
-            self._note(self._names, False)
-            self._folder, self._names = None, set()
+            self.known.clear()
+            self._folder = None
             self._is_opening, self._ends_epoch = False, self._ends_epoch or external
         if external:
             self._open_soon()
@@ -213,8 +208,8 @@ class DiskStore:
 
     # Ends of tasks, in their threads
 
-    def end_read(self, task: FileTask, error: Exception | None, seconds: float) -> None:
-        """A file was read, or not."""
+    def end_read(self, task: ReadTask, error: Exception | None, seconds: float) -> None:
+        """A content was read, or not."""
         is_missing = isinstance(
             error, FileNotFoundError | CancelledError
         )  # another engine made room, or the disk has no answer
@@ -226,42 +221,40 @@ class DiskStore:
                 self._pace.note(seconds)
             else:
                 self._num_bad += not is_missing
-                self._lose(task.name)
+                self.known.lose(task.file)
         if error is not None and not is_missing:
             self._warn(
-                f"a file of blocks cannot be used, and its tokens are computed again: {task.folder.path(task.name)}: {error}"
+                f"a file of blocks cannot be used, and its tokens are computed again: {task.folder.path(task.file)}: {error}"
             )
             if getattr(error, "errno", None) not in _NOT_OF_FILE and not isinstance(error, TimeoutError | MemoryError):
-                self._calls.put(partial(task.folder.unlink, task.name))
+                self._calls.put(partial(task.folder.unlink, task.file))
         self._end(task, error is None)
 
     def end_write(self, task: WriteTask, error: Exception | None, seconds: float) -> None:
         """A file was written, or not, or was there."""
+        count = len(task.names)
         with self._lock:
-            self._num_queued_writes -= 1
+            self._num_queued_writes -= count
             self._write_seconds += seconds
             if error is None and task.folder is self._folder:
-                self._note({task.name} - self._names, True)
-                self._names.add(task.name)
-                self._changed[task.name] = True
+                self.known.add(task.names)
+            elif isinstance(error, TimeoutError) and task.folder is self._folder:
+                self.known.give_up(task.names)
             if task.was_written:
-                self._num_written += 1
-                self._used_bytes += self.file_bytes
+                self._num_written += count
+                self._used_bytes += count * self.content_bytes
         if error is not None and not isinstance(error, CancelledError):
             self._pause(error)
         self._end(task, error is None)
 
     def _end(self, task: FileTask, is_right: bool) -> None:
+        over = None
         with self._lock:
-            if (over := task.transfer.end(task.index, is_right)) is not None:
-                self._finished.append(over)
+            for index in range(task.first, task.first + len(task.names)):
+                if (over := task.transfer.end(index, is_right)) is not None:
+                    self._finished.append(over)
         if over is not None:
             self._wake()
-
-    def _lose(self, name: bytes) -> None:
-        self._note({name} & self._names, False)
-        self._names.discard(name)
-        self._changed[name] = False
 
     def _pause(self, error: Exception) -> None:
         if time.monotonic() < self._paused_until:
@@ -308,7 +301,7 @@ class DiskStore:
             self._ends_epoch = False
         folder = BlockFolder(self._root, format)
         self._scan_folder(folder, num_resets)
-        logger.info("disk: %d blocks in %s", len(self._names), folder.folder)
+        logger.info("disk: %d blocks in %s", len(self.known.files), folder.folder)
 
     def _scan(self) -> None:
         folder, num_resets, self._scan_at = self._folder, self._num_resets, math.inf
@@ -323,19 +316,15 @@ class DiskStore:
         """Read the directory, and make room in it if need be."""
         start = time.monotonic()
         with self._lock:
-            self._changed.clear()
+            self.known.begin_scan()
         usage, most = janitor.measure(self._root), self._max_bytes - self._needed_bytes
         if (usage.has_waste or usage.num_bytes > most) and janitor.make_room(self._root, most):
             usage = janitor.measure(self._root)
-        names = folder.names()
+        files = folder.files()
         with self._lock:
             if num_resets == self._num_resets:
-                for name, is_there in self._changed.items():
-                    (names.add if is_there else names.discard)(name)
-                if self._listener is not None:
-                    self._note(self._names - names, False)
-                    self._note(names - self._names, True)
-                self._names, self._folder = names, folder
+                self.known.end_scan(files)
+                self._folder = folder
             self._used_bytes, self._needed_bytes = usage.num_bytes, 0
         end = time.monotonic()
         self._scan_at = end + max(SCAN_SECONDS, (end - start) / SCAN_SHARE)

@@ -84,12 +84,19 @@ class Leases:
         self._kept: Counter[bytes] = Counter()
         """How many leases have each content: to look at all their names takes long in the step loop."""
         self._changed = threading.Condition()
-        self.num_opened = self.num_refused = self.num_expired = 0
+        self.num_opened = self.num_refused = self._num_expired = 0
 
     def __len__(self) -> int:
         """Leases that are not over, whether or not `take_ended` has returned the others."""
         with self._changed:
             return sum(not self._is_over(lease) for lease in self._leases.values())
+
+    @property
+    def num_expired(self) -> int:
+        """Number of leases that ended because they were not renewed in time."""
+        with self._changed:
+            self._expire()
+            return self._num_expired
 
     # The step loop's thread
 
@@ -136,11 +143,7 @@ class Leases:
     def take_ended(self) -> list[Lease]:
         """The leases that are over, which exist no longer: their slots are free for others."""
         with self._changed:
-            now = self._clock()
-            for lease in self._leases.values():
-                if not lease.is_over and now >= lease.expires_at:
-                    lease.is_over = True
-                    self.num_expired += 1
+            self._expire()
             ended = [lease for lease in self._leases.values() if lease.is_over and not lease.num_readers]
             for lease in ended:
                 del self._leases[lease.number]
@@ -153,6 +156,7 @@ class Leases:
     def end_all(self) -> None:
         """End all leases."""
         with self._changed:
+            self._expire()
             for lease in self._leases.values():
                 lease.is_over = True
             self._changed.notify_all()
@@ -203,6 +207,7 @@ class Leases:
     def end(self, number: str) -> None:
         """A lease is no longer needed; unknown ones are ignored."""
         with self._changed:
+            self._expire()
             if (lease := self._leases.get(number)) is not None:
                 lease.is_over = True
                 self._changed.notify_all()
@@ -241,6 +246,13 @@ class Leases:
         if lease is None or self._is_over(lease):
             raise NoLeaseError("there is no such lease, or it has ended")
         return lease
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for lease in self._leases.values():
+            if not lease.is_over and now >= lease.expires_at:
+                lease.is_over = True
+                self._num_expired += 1
 
     def _is_over(self, lease: Lease) -> bool:
         return lease.is_over or self._clock() >= lease.expires_at

@@ -13,8 +13,8 @@ from tests.helpers.disk_engine import MODEL, Engine
 def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def new(seed: int = 0, *, root: Path = tmp_path / "kv", max_bytes: int = 1 << 30, model: dict[str, Any] = MODEL) -> Engine:
-        made.append(Engine(root, seed, max_bytes, model))
+    def new(seed: int = 0, *, max_bytes: int = 1 << 30, model: dict[str, Any] = MODEL, blocks_per_file: int = 1) -> Engine:
+        made.append(Engine(tmp_path / "kv", seed, max_bytes, model, blocks_per_file))
         return made[-1]
 
     yield new

@@ -113,21 +113,22 @@ def torn(descriptor, buffer):
     time.sleep(100)
 if sys.argv[2] == "torn":
     block_file.write_all = torn
-engine = Engine(Path(sys.argv[1]), 0, 1 << 30, MODEL)
-for number in range(8):
-    engine.write(number)
+engine = Engine(Path(sys.argv[1]), 0, 1 << 30, MODEL, blocks_per_file=int(sys.argv[3]))
+for number in range(0, 8, int(sys.argv[3])):
+    engine.write(*range(number, number + int(sys.argv[3])))
 print("done", flush=True)
 engine.store.close()
 """
 
 
-def other_process(root: Path, kind: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(root), kind], stdout=subprocess.PIPE, text=True)
+def other_process(root: Path, kind: str, blocks_per_file: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", WRITER, str(root), kind, str(blocks_per_file)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_found(make: Any, tmp_path: Path) -> None:
-    process = other_process(tmp_path / "kv", "torn")
+    process = other_process(tmp_path / "kv", "torn", 4)
     assert process.stdout is not None and process.stdout.readline() == "torn\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -142,10 +143,10 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_found(m
 
 @pytest.mark.slow
 def test_processes_that_write_the_same_contents_leave_whole_files(make: Any, tmp_path: Path) -> None:
-    processes = [other_process(tmp_path / "kv", "whole") for _ in range(3)]
+    processes = [other_process(tmp_path / "kv", "whole", count) for count in (1, 4, 4)]
     assert [process.communicate(timeout=60)[0] for process in processes] == ["done\n"] * 3
     engine = make()
-    assert engine.find() == list(range(8)) and len(files(tmp_path)) == 8
+    assert engine.find() == list(range(8)) and len(files(tmp_path)) == 8 + 2
     assert all(engine.read(number, number) for number in range(8)) and engine.stats.num_bad_files == 0
 
 

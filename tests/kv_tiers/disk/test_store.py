@@ -146,16 +146,16 @@ def test_a_file_that_is_removed_while_it_is_read_is_read(make: Any, monkeypatch:
     engine.write(1)
     read_all = block_file.read_all
 
-    def removed(descriptor: int, buffer: memoryview) -> None:
+    def removed(*arguments: Any) -> None:
         engine.path(1).unlink()
-        read_all(descriptor, buffer)
+        read_all(*arguments)
 
     monkeypatch.setattr(block_file, "read_all", removed)
     assert engine.read(1, 0) and engine.memory.has(0, engine.memory, 1)
 
 
-def failing(number: int, part: bool = False) -> Callable[[int, memoryview], None]:
-    def fail(descriptor: int, buffer: memoryview) -> None:
+def failing(number: int, part: bool = False) -> Callable[..., None]:
+    def fail(descriptor: int, buffer: memoryview, *_: int) -> None:
         if part:
             os.pwrite(descriptor, buffer[:PAGE_BYTES], 0)
         raise OSError(number, os.strerror(number))
@@ -205,10 +205,10 @@ def test_a_disk_without_an_answer_holds_up_nothing(make: Any, monkeypatch: pytes
     engine.write(0, 1, 2, 3)
     read_all, answer = block_file.read_all, []
 
-    def silent(descriptor: int, buffer: memoryview) -> None:
+    def silent(*arguments: Any) -> None:
         while not answer:
             time.sleep(0.01)
-        read_all(descriptor, buffer)
+        read_all(*arguments)
 
     engine.store._readers._max_seconds = 0.1
     monkeypatch.setattr(block_file, "read_all", silent)
@@ -226,7 +226,7 @@ def test_with_many_threads_without_an_answer_nothing_is_found(make: Any, monkeyp
     engine.write(*range(NUM_SLOTS))
     answer: list[bool] = []
 
-    def silent(descriptor: int, buffer: memoryview) -> None:
+    def silent(*_: Any) -> None:
         while not answer:
             time.sleep(0.01)
         raise OSError(errno.EIO, "late")
@@ -343,11 +343,11 @@ def test_what_a_listener_is_to_be_told_is_bounded_by_the_files(make: Any) -> Non
     store = engine.store
     with store._lock:  # what other engines write while this one is idle
         for _ in range(100):
-            store._note([NAMES[2]], True)
-            store._note([NAMES[2]], False)
-        assert not store._untold
-        store._note([NAMES[1]], False)
-        store._note([NAMES[1]], True)
+            store.known.note([NAMES[2]], True)
+            store.known.note([NAMES[2]], False)
+        assert not store.known._untold
+        store.known.note([NAMES[1]], False)
+        store.known.note([NAMES[1]], True)
     engine.write(1)
     assert told == [True], "it was there already, and is again"
 

@@ -11,6 +11,7 @@ import pytest
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine.fault_points import injected
 from jaxllm.kv_tiers.peers import client
+from jaxllm.kv_tiers.peers.leases import LEASE_SECONDS
 from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
@@ -290,6 +291,30 @@ def test_a_lease_that_nobody_wants_is_not_kept_when_its_prompt_is_computed(pair:
     assert transfer is not None
     pair.prefill.core.end_lease(transfer)
     assert pair.prefill.finish()[leg][1].kv_transfer_params is None
+    assert pair.is_idle()
+
+
+@pytest.mark.parametrize("when", ["a chunk is computed", "all is computed"])
+def test_a_prompt_that_nobody_asks_for_is_kept_for_a_while(pair: Pair, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its API server ended between the legs, so that the engine ended what it had of it."""
+    prompt = pair.prompt()
+    leg, params = pair.begin(prompt)
+    if when == "a chunk is computed":
+        pair.compute(2)
+        pair.prefill.core.abort_requests([leg])
+    pair.prefill.finish()
+    (tier,), num_expired = pair.prefill.core._tiers, pair.prefill.core.stats().num_expired_kv_leases
+    assert 2 <= pair.num_stored() <= NUM_FULL and pair.prefill.core.stats().num_kv_leases == 1
+    clock = pair.leases._clock
+    monkeypatch.setattr(pair.leases, "_clock", lambda: clock() + LEASE_SECONDS)
+    stats = pair.prefill.core.stats()  # of an engine without work
+    assert stats.num_kv_leases == 0 and stats.num_expired_kv_leases == num_expired + 1
+    pair.prefill.run(prompt_of(5), ONE_TOKEN)
+    assert not pair.leases._leases and not tier._held and not tier._announced  # type: ignore[attr-defined]
+    assert pair.prefill.core.stats().num_expired_kv_leases == num_expired + 1
+    pair.prefill.core.check_integrity()
+    tokens, last = pair.decode.decode(prompt, params)  # another API server is late
+    assert tokens == pair.one.run(prompt)[0] and last.num_cached_tokens == 0
     assert pair.is_idle()
 
 

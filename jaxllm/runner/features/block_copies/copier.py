@@ -18,7 +18,7 @@ from jaxllm.parallel.arrays import delete
 from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies import programs
 from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, place
-from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_locking
+from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_client, check_locking
 from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
 from jaxllm.runner.features.block_copies.short_turns import SHORT_TURNS
 from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer, Waiting
@@ -159,6 +159,8 @@ class BlockCopier(OpRunner):
 
     def begin(self) -> None:
         """See OpRunner. Takes host memory, for which large sizes need seconds. Raises ConfigError for what is wrong at first sight."""
+        if self._is_on_gpus:
+            check_client()
         thread = WorkerThread("kv-memory")
         self.arena.open()
         try:

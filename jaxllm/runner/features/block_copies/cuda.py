@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import itertools
 import mmap
+import os
 import resource
 import sysconfig
 import threading
@@ -39,6 +40,7 @@ _READ_ONLY = 8
 """cudaHostRegisterReadOnly: devices only read it, and the process may not write it either."""
 _NON_BLOCKING = 1
 """cudaStreamNonBlocking: does not wait for the default stream."""
+_OTHER_CLIENT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 _ANY_DIRECTION = 4
 """cudaMemcpyDefault"""
 
@@ -229,6 +231,16 @@ def _wait_for(spans: Iterable[_Span]) -> float:
     if errors:
         raise errors[0]
     return max(seconds)
+
+
+def check_client() -> None:
+    """Raise ConfigError if JAX is to use the client of XLA that runs everything on one stream of a device: these copies were checked with
+    its default client alone."""
+    if os.environ.get(_OTHER_CLIENT, "0") != "0":
+        raise ConfigError(
+            f"{_OTHER_CLIENT} is set, and blocks are not copied to host memory with that client of XLA; unset it, or leave "
+            "kv_offloading_size out"
+        )
 
 
 def check_locking(num_bytes: int, ordinal: int) -> None:
