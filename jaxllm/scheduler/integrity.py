@@ -31,9 +31,7 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
         for request, num_samples, row in shares:
             samples[request] = samples.get(request, 0) + num_samples
             drafts[request] = drafts.get(request, 0) + row.num_drafts
-    loading = set[Request]()
-    if scheduler.cache_manager.loading is not None:
-        loading.update(request for request, _ in scheduler.cache_manager.loading.holders())
+    loading = {request for request, _ in scheduler.cache_manager.loading.holders()}
     assert loading <= set(scheduler.waiting), "blocks arrive for a request that does not wait"
     for request in waiting:
         assert request.status is request.waiting_status or request in loading

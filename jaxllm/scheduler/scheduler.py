@@ -35,7 +35,6 @@ from jaxllm.scheduler.fair_queue import FairQueue
 from jaxllm.scheduler.integrity import check_integrity
 from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
 from jaxllm.scheduler.limits import check_items, check_options, check_room, check_servable
-from jaxllm.scheduler.loading import Loading
 from jaxllm.scheduler.refusal import Refusal
 from jaxllm.scheduler.results import Share, last_output, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
@@ -205,7 +204,7 @@ class Scheduler:
             if request.request_id in running:
                 self._vacate(request)
             else:
-                self._end_load(request)
+                self.cache_manager.loading.end(request)
                 self.waiting.remove(request)
 
     def release_requests(self, request_ids: Iterable[str]) -> None:
@@ -253,14 +252,15 @@ class Scheduler:
             num_valid = 0 if is_wrong else request.num_computed_tokens
             self.cache_manager.free(request, num_valid)
         elif self.held.pop(request.request_id, None) is None:
-            self._end_load(request)
+            self.cache_manager.loading.end(request)
             self.waiting.remove(request)
         request.status = status
-        if request.is_kept_for_decode and self.cache_manager.loading is not None:
+        if request.is_kept_for_decode:
+            keeping = self.cache_manager.loading.keeping
             if status in _COMPLETED:
-                request.kv_transfer_params = self.cache_manager.loading.keeping.hand_over(request)
+                request.kv_transfer_params = keeping.hand_over(request)
             else:
-                self.cache_manager.loading.keeping.withdraw(request)
+                keeping.withdraw(request)
         self.waiting.note_end(request)
         self._release(request)
         self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
@@ -268,10 +268,6 @@ class Scheduler:
         self._finished_ids.append(request.request_id)
         if self.drafts is not None:
             self.drafts.forget(request.request_id)
-
-    def _end_load(self, request: Request) -> None:
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.end(request)
 
     def _release(self, request: Request) -> None:
         for room in self.rooms:
@@ -283,8 +279,7 @@ class Scheduler:
 
     def has_requests(self) -> bool:
         """Whether any request runs or waits, or steps must store blocks of one that has ended."""
-        loading = self.cache_manager.loading
-        return len(self.requests) > len(self.held) or (loading is not None and loading.keeping.is_keeping)
+        return len(self.requests) > len(self.held) or self.cache_manager.loading.keeping.is_keeping
 
     @property
     def finished_ids(self) -> list[str]:
@@ -328,8 +323,8 @@ class Scheduler:
             decodes = others_decode or self.decodes
             for room in self.chunk_rooms:
                 room.begin_step(decodes=decodes)
-        if self.cache_manager.loading is not None:
-            loading = self.cache_manager.loading
+        loading = self.cache_manager.loading
+        if loading.has_tiers:
             decodes = loading.is_loading and self.decodes
             loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running), decodes=decodes)
         num_preemptions = self._totals.num_preemptions
@@ -341,8 +336,9 @@ class Scheduler:
         self._num_deferred = 0
         # A step never both preempts and admits: the admitted request would be preempted next.
         if self.waiting and self._totals.num_preemptions == num_preemptions:
-            if self.cache_manager.loading is not None:
-                self._continue_loads(self.cache_manager.loading, shares)
+            if loading.is_loading:
+                num_watermark = self._num_watermark_blocks if self.running else 0
+                loading.go_on(self._num_promised(shares) + num_watermark, others_run=bool(self.running))
             if budget > 0:
                 new_requests = self._schedule_waiting(shares, cap, budget)
         self._num_left_waiting = len(self.waiting)
@@ -389,7 +385,7 @@ class Scheduler:
                     if num_drafts:
                         num_drafts, num_tokens, num_wanted = 0, 1, 1
                         continue
-                    if loading is not None and loading.end_latest():
+                    if loading.end_latest():
                         continue  # it loses copies alone
                     victim_index = choose_victim(self.options.scheduling_policy, running)
                     victim = running.pop(victim_index)
@@ -480,11 +476,10 @@ class Scheduler:
                     self._num_deferred += 1
                     skipped.append(self.waiting.pop())
                     continue
-                if loading is not None:
-                    if loading.is_under_way(request):
-                        skipped.append(self.waiting.pop())
-                        continue
-                    loading.end(request)
+                if loading.is_under_way(request):
+                    skipped.append(self.waiting.pop())
+                    continue
+                loading.end(request)
                 num_reserved = self._num_reserved(num_promised)
                 num_spare = manager.pool.num_free_blocks - num_reserved
                 if self._still_refused(request, num_spare):
@@ -492,7 +487,7 @@ class Scheduler:
                 prefix = manager.get_computed_blocks(request)
                 if self._states is not None:
                     self._states.begin(request, prefix)
-                if loading is not None and loading.begin(request, prefix.num_cached_tokens, num_reserved):
+                if loading.begin(request, prefix.num_cached_tokens, num_reserved):
                     self._refusal = None  # the load can be ended for the request that was refused
                     skipped.append(self.waiting.pop())
                     continue
@@ -512,7 +507,7 @@ class Scheduler:
                         continue
                 allocate = partial(manager.allocate_slots, request, num_tokens, prefix, whole_sequence_must_fit=whole)
                 new_block_ids = allocate(num_reserved_blocks=num_reserved)
-                while new_block_ids is None and loading is not None and loading.end_latest(but=skipped):
+                while new_block_ids is None and loading.end_latest(but=skipped):
                     new_block_ids = allocate(num_reserved_blocks=self._num_reserved(num_promised))
                 if new_block_ids is None:
                     if whole:  # otherwise its need also depends on the step's budget
@@ -531,16 +526,11 @@ class Scheduler:
             self.waiting.put_back(request)
         return new_requests
 
-    def _continue_loads(self, loading: Loading, shares: list[Share]) -> None:
-        """Load more blocks of the requests that wait for some."""
-        num_watermark = self._num_watermark_blocks if self.running else 0
-        loading.go_on(self._num_promised(shares) + num_watermark, others_run=bool(self.running))
-
     def _num_reserved(self, num_promised: int) -> int:
         """Free blocks that a request must leave to admitted prompts, to loads, and to those that run."""
-        loading = self.cache_manager.loading
-        num_loading = 0 if loading is None else loading.num_blocks_to_come
-        return num_promised + num_loading + (self._num_watermark_blocks if self.running else 0)
+        return (
+            num_promised + self.cache_manager.loading.num_blocks_to_come + (self._num_watermark_blocks if self.running else 0)
+        )
 
     def _num_promised(self, shares: Iterable[Share]) -> int:
         """Blocks that admitted prompts have yet to allocate: they count as used."""
@@ -581,7 +571,7 @@ class Scheduler:
         """Update a request once the plan that admits it is complete."""
         if self.cache_manager.reads_cache(request):
             self._totals.note_prefix(request, data)
-            if self.cache_manager.loading is not None:
+            if self.cache_manager.loading.has_tiers:
                 self._totals.note_loaded(request, data, self.cache_manager.block_size)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = data.num_cached_tokens
@@ -637,8 +627,7 @@ class Scheduler:
 
     def _ops(self, shares: list[Share]) -> tuple[AnyDeviceOp, ...]:
         """Operations that tiers and rooms add before the step."""
-        loading = self.cache_manager.loading
-        ops = [] if loading is None else loading.take_ops()
+        ops = self.cache_manager.loading.take_ops()
         for room in self.chunk_rooms:
             ops += room.step_ops()
             for request, _, row in shares:
@@ -677,8 +666,7 @@ class Scheduler:
                 self._drop_finished_from_running()
             if result.errors or result.not_finite:
                 self._discard_failed(shares, result)
-            if self.cache_manager.loading is not None:
-                outputs += self.cache_manager.loading.keeping.announce(request for request, _, _ in shares)
+            outputs += self.cache_manager.loading.keeping.announce(request for request, _, _ in shares)
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
@@ -721,21 +709,18 @@ class Scheduler:
         """Record how long a step took that began when the step before it ended."""
         if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
-        if (loading := self.cache_manager.loading) is not None:
-            if plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
-                loading.note_step(plan.num_tokens, seconds)
-            else:
-                loading.note_decodes(plan.ops, seconds)
+        if plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
+            self.cache_manager.loading.note_step(plan.num_tokens, seconds)
+        else:
+            self.cache_manager.loading.note_decodes(plan.ops, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:
         """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.wait(seconds)
+        self.cache_manager.loading.wait(seconds)
 
     def wait_for_stores(self, num_tokens: int) -> None:
         """See CacheTier."""
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.wait_for_stores(num_tokens)
+        self.cache_manager.loading.wait_for_stores(num_tokens)
 
     # Operations on the whole state
 
@@ -755,7 +740,7 @@ class Scheduler:
             while self.running:
                 self._preempt(self.running.pop())
             for request in self.waiting:
-                self._end_load(request)
+                self.cache_manager.loading.end(request)
             self._in_flight.clear()
             self._prompt_tokens_of.clear()
             for request in (*self.waiting, *self.held.values()):
@@ -773,8 +758,7 @@ class Scheduler:
         """Drop what devices hold in addition to the blocks of requests. stored, external: see CacheTier."""
         for room in self.chunk_rooms:
             room.forget()
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.forget(stored=stored, external=external)
+        self.cache_manager.loading.forget(stored=stored, external=external)
 
     # Updates of the prefix cache, for API servers that choose among several engines
 
@@ -798,7 +782,7 @@ class Scheduler:
 
     @property
     def _passes_states(self) -> bool:
-        return self._states is not None and self.cache_manager.loading is not None
+        return self._states is not None and self.cache_manager.loading.has_tiers
 
     def start_over(self) -> None:
         """Return every request to the waiting queue, with no blocks, no computed tokens and no step in flight.
@@ -871,8 +855,7 @@ class Scheduler:
         )
         for room in self.chunk_rooms:
             room.add_stats(stats)
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.add_stats(stats)
+        self.cache_manager.loading.add_stats(stats)
         return stats
 
     def check_integrity(self) -> None:

@@ -72,7 +72,7 @@ class StateCheckpoints(ChunkRoom):
             if blocks := manager.store_states(request, start):
                 found = [StoreState(request.request_id, [block.block_id for block in blocks])]
                 self._num_stored += 1
-        if manager.loading is not None and request.is_kept_for_decode and start == manager.states.position(request):
+        if request.is_kept_for_decode and start == manager.states.position(request):
             manager.loading.keeping.keep(manager.states.names_of(request))
         return found
 

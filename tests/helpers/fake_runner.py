@@ -381,7 +381,7 @@ class FakeRunner:
         for block, offset, value in self.written.pop(request_id, ()):
             if self.memory[block][offset] is value and not manager.pool.blocks[block].ref_count:
                 self.memory[block][offset] = DAMAGED
-        for tier in () if manager.loading is None else manager.loading._tiers:
+        for tier in manager.loading._tiers:
             if isinstance(tier, FakeTier):
                 for content in (*tier.contents.values(), *(content for _, content in tier.stores.values())):
                     content[:] = [DAMAGED if id(value) in wrong else value for value in content]
