@@ -20,8 +20,8 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
     ids = sorted(request.request_id for request in [*scheduler.running, *waiting])
     assert ids == sorted(scheduler.requests), "a request is neither running nor waiting nor held, or twice"
     assert all(scheduler.requests[request.request_id] is request for request in [*scheduler.running, *waiting])
-    assert len(scheduler.running) <= scheduler.max_num_seqs, (
-        f"{len(scheduler.running)} requests run, at most {scheduler.max_num_seqs} may"
+    assert len(scheduler.running) <= scheduler.limits.max_num_seqs, (
+        f"{len(scheduler.running)} requests run, at most {scheduler.limits.max_num_seqs} may"
     )
     for room in scheduler.chunk_rooms:
         room.check_integrity(scheduler.requests.values())

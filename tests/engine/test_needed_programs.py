@@ -88,7 +88,7 @@ def test_a_request_that_ends_waits_no_more_and_one_that_starts_over_waits_on(eng
     engine.scheduler.finish_requests("ends", RequestStatus.FINISHED_ABORTED)
     engine.needed.settle(engine.scheduler)
     plan, _ = step(engine.scheduler)
-    assert not plan.rows and engine.needed.num_waiting == 1 and engine.scheduler.max_num_batched_tokens == 64
+    assert not plan.rows and engine.needed.num_waiting == 1 and engine.scheduler.limits.max_num_batched_tokens == 64
     engine.scheduler.finish_requests("stays", RequestStatus.FINISHED_ABORTED)
     engine.needed.check_integrity()
 
@@ -96,18 +96,18 @@ def test_a_request_that_ends_waits_no_more_and_one_that_starts_over_waits_on(eng
 def test_steps_are_as_small_as_the_smallest_limit_until_the_program_of_large_ones_is_there(engine: Engine) -> None:
     engine.add("16", limit=StepLimit(16, engine.jobs["a"])), engine.add("32", limit=StepLimit(32, engine.jobs["b"]))
     engine.needed.settle(engine.scheduler)
-    assert engine.scheduler.max_num_batched_tokens == engine.scheduler.max_num_prefill_tokens == 16
+    assert engine.scheduler.limits.max_num_batched_tokens == engine.scheduler.limits.max_num_prefill_tokens == 16
     engine.scheduler.limit_steps(2)
-    assert engine.scheduler.max_num_batched_tokens == 8, "both limits hold"
+    assert engine.scheduler.limits.max_num_batched_tokens == 8, "both limits hold"
     engine.jobs["a"].set_exception(ValueError("a step tries again"))
     engine.needed.settle(engine.scheduler)
-    assert engine.scheduler.max_num_batched_tokens == 16
+    assert engine.scheduler.limits.max_num_batched_tokens == 16
     engine.scheduler.limit_steps(1)
     engine.jobs["b"].set_result("program")
     engine.needed.settle(engine.scheduler)
-    assert engine.scheduler.max_num_batched_tokens == 64
+    assert engine.scheduler.limits.max_num_batched_tokens == 64
     engine.scheduler.limit_tokens(3)
-    assert engine.scheduler.max_num_batched_tokens == 8, "a step has room for each request"
+    assert engine.scheduler.limits.max_num_batched_tokens == 8, "a step has room for each request"
 
 
 def test_one_that_waits_for_programs_does_not_count_against_those_that_find_a_place() -> None:
