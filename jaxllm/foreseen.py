@@ -1,9 +1,23 @@
 """Programs that a request will need, as an executor foresees them. Does not import JAX."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.request import PromptItem
+from jaxllm.sampling_params import SamplingParams
+
+
+class Needs(NamedTuple):
+    """What the programs of a request's steps follow from."""
+
+    params: SamplingParams
+    pooling: PoolingParams | None = None
+    is_masked: bool = False
+    items: Sequence[PromptItem] = ()
+    """Of its prompt."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.engine.executor import Executor
 from jaxllm.engine.preparations import Preparation
-from jaxllm.foreseen import Foreseen
+from jaxllm.foreseen import Foreseen, Needs
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request
@@ -38,7 +38,7 @@ class NeededPrograms(Preparation):
         """Have programs that the request needs made next. It waits for those without which its steps could not run."""
         spec = request.spec
         is_masked = spec.grammar is not None or spec.thinking_budget is not None
-        found = self._executor.foresee(spec.sampling_params, spec.pooling_params, spec.items, is_masked=is_masked)
+        found = self._executor.foresee(Needs(spec.sampling_params, spec.pooling_params, is_masked, spec.items))
         if found.limit is not None:
             self._limiting[request] = found
         if found.awaited:

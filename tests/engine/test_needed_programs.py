@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.engine.needed_programs import NeededPrograms
 from jaxllm.errors import OverloadedError
-from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, StepLimit
+from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, Needs, StepLimit
 from jaxllm.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.scheduler.scheduler import Scheduler
 from tests.helpers import engines
@@ -21,7 +21,7 @@ class Executor:
     def __init__(self) -> None:
         self.foreseen = NOTHING_AWAITED
 
-    def foresee(self, *arguments: Any, is_masked: bool) -> Foreseen:
+    def foresee(self, needs: Needs) -> Foreseen:
         return self.foreseen
 
 
@@ -125,7 +125,7 @@ def test_one_that_waits_for_programs_does_not_count_against_those_that_find_a_pl
 def test_the_loop_rests_while_all_requests_wait_whatever_for(tiny_core, monkeypatch) -> None:
     """One for a program, one until its client reads."""
     core, job = engines.renew(tiny_core), Future[object]()
-    monkeypatch.setattr(core.executor, "foresee", lambda *arguments, is_masked: Foreseen({"a": job}))
+    monkeypatch.setattr(core.executor, "foresee", lambda needs: Foreseen({"a": job}))
     core.add_request(engines.request("waits", [1, 2, 3], max_tokens=2))
     monkeypatch.undo()
     core.add_request(engines.request("held", [1, 2, 3], max_tokens=2))

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxllm.foreseen import Needs
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import PromptItem
 from jaxllm.runner.feature_inputs import Names
@@ -33,8 +34,9 @@ class Wanted:
     """The size of that program, if a step computes the prompt up to the last item or as much as it can."""
 
     @classmethod
-    def of(cls, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool, full_logprobs: bool) -> "Wanted":
-        """The needs of a request with these parameters, whose prompt has no items."""
+    def of(cls, needs: Needs, *, full_logprobs: bool) -> "Wanted":
+        """Of a request as if its prompt had no items."""
+        params, pooling, is_masked, _ = needs
         return cls(params, pooling, *sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked), is_masked)
 
     @property
