@@ -11,13 +11,13 @@ from jaxllm.sampling_params import SamplingParams
 
 
 class Needs(NamedTuple):
-    """What the programs of a request's steps follow from."""
+    """Properties of a request that say which programs its steps run."""
 
     params: SamplingParams
     pooling: PoolingParams | None = None
     is_masked: bool = False
     items: Sequence[PromptItem] = ()
-    """Of its prompt."""
+    """Items of its prompt."""
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,7 @@ class GatedDeltaNet(StateMixer):
 
     @property
     def flops_per_token(self) -> float:
-        """Of the rule: two products with a matrix of each value head, and a change of it."""
+        """The rule has two products with a matrix of each value head, and a change of it."""
         return 6.0 * self.num_value_heads * self.key_dim * self.value_dim
 
     @property

@@ -45,7 +45,7 @@ class KimiDeltaAttention(StateMixer):
 
     @property
     def flops_per_token(self) -> float:
-        """Of the rule: two products with the matrix of each head, and a change of it."""
+        """The rule has two products with the matrix of each head, and a change of it."""
         return 7.0 * self.num_heads * self.head_dim**2
 
     @property

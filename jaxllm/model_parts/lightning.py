@@ -58,7 +58,7 @@ class LightningAttention(StateMixer):
 
     @property
     def flops_per_token(self) -> float:
-        """Of the recurrence: a product with the matrix of each head, and a change of it."""
+        """The recurrence has a product with the matrix of each head, and a change of it."""
         return 5.0 * self.num_heads * self.head_dim**2
 
     @property

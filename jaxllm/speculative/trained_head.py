@@ -51,9 +51,9 @@ class TrainedHead(nnx.Module):
 
     parts: Any
     embedding: Any
-    """Of tokens; None: the target's."""
+    """Embedding of tokens; None: that of the target."""
     head: Any
-    """Of logits; None: the target's."""
+    """Head for logits; None: that of the target."""
     token_ids: Any
     """A parameter: the target's ids of the head's vocabulary; None: they are the target's own."""
 

@@ -35,7 +35,7 @@ class Wanted:
 
     @classmethod
     def of(cls, needs: Needs, *, full_logprobs: bool) -> "Wanted":
-        """Of a request as if its prompt had no items."""
+        """Make the needs of a request, without those of the items in its prompt."""
         params, pooling, is_masked, _ = needs
         return cls(params, pooling, *sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked), is_masked)
 
