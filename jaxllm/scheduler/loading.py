@@ -96,6 +96,8 @@ class Loading:
 
     def take_ops(self) -> list[AnyDeviceOp]:
         """Take the operations for tiers in the step that is being planned, once it is."""
+        if not self._tiers:
+            return []
         self._ops += self._storing.end_step()
         # Those that begin copies at once come before those whose programs take the host's time to launch.
         ops = [op for tier in self._tiers for op in tier.end_step()] if self._loads else []

@@ -306,7 +306,7 @@ class Scheduler(ScheduledRequests):
         num_known = len(shares) - len(new_requests)
         for (request, _, _), data in zip(shares[num_known:], new_requests, strict=True):
             self._note_admission(request, data)
-        num_step_tokens, num_step_drafts = 0, 0
+        num_step_tokens, num_step_drafts, step_id = 0, 0, self._in_flight.latest_id + 1
         has_drafts = most_drafts > 0 or (self.drafts is not None and self.drafts.fits_rows)
         masked_ids: list[str] = []
         for request, num_samples, (_, _, count, num_drafts, _) in shares:
@@ -315,19 +315,19 @@ class Scheduler(ScheduledRequests):
             num_step_tokens += count
             request.num_computed_tokens += count
             request.num_output_placeholders += num_samples
-            request.last_step_id = self._in_flight.latest_id + 1
+            request.last_step_id = step_id
             request.may_have_drafts = num_samples > 0 and has_drafts
             if num_drafts:
                 request.num_drafts_in_flight += num_drafts
                 num_step_drafts += num_drafts
-        self._in_flight.latest_id += 1
+        self._in_flight.latest_id = step_id
         plan = SchedulerOutput(
             new_requests=new_requests,
             rows=[row for _, _, row in shares],
             num_tokens=num_step_tokens,
             finished_request_ids=self._finished_ids.copy(),
             preempted_request_ids=self._preempted_ids.copy(),
-            step_id=self._in_flight.latest_id,
+            step_id=step_id,
             masked_request_ids=tuple(masked_ids),
             num_drafts=self._room_for_drafts(shares, most_drafts),
             ops=self._ops(shares),
