@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cache_spec import CacheLayout
 from jaxllm.config import EngineConfig
 from jaxllm.encoder_sizes import most_patches
-from jaxllm.engine import prepare
 from jaxllm.engine.features import check_own_store, check_speculative_config
+from jaxllm.engine.resolve import resolve_sizes
+from jaxllm.engine.stage_plans import lay_out
 from jaxllm.errors import JaxLLMError
 from jaxllm.kv_transfer_options import check_policies
 from jaxllm.layers.build import num_parameters, weight_bytes
@@ -137,7 +138,7 @@ def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> Engi
         _note(faults, lambda: memory.check_free_memory(topology))
     directory = text_files(model.model, revision=model.revision, download_dir=model.download_dir)
     usable_bytes = None if device_bytes is None else memory.usable_bytes(asked, device_bytes)
-    config, model_config = prepare.resolve_sizes(asked, directory, device_bytes=usable_bytes)
+    config, model_config = resolve_sizes(asked, directory, device_bytes=usable_bytes)
     if device_bytes is None:
         _note(faults, lambda: meshes_of(topology))
     if has_checkpoint(directory):  # else it may be no more than a config.json to plan for
@@ -145,7 +146,7 @@ def plan_engine(asked: EngineConfig, *, device_bytes: int | None = None) -> Engi
         _note(faults, lambda: check_weights(model_config, directory, load_format=config.model.load_format))
     media: list[MediaProcessor | AudioProcessor | None] = [None]
     _note(faults, lambda: media.append(load_processor(directory, model_config, config.multimodal)))
-    stages = prepare.lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
+    stages = lay_out(config, model_config, partial(memory.memory_plan, config, model_config, device_bytes=device_bytes))
     plan = tightest(stages)
     host = host_plan(config, model_config, plan)
     if host is not None and host.fault is not None and device_bytes is None:

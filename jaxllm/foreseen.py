@@ -1,9 +1,23 @@
 """Programs that a request will need, as an executor foresees them. Does not import JAX."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.request import PromptItem
+from jaxllm.sampling_params import SamplingParams
+
+
+class Needs(NamedTuple):
+    """Properties of a request that say which programs its steps run."""
+
+    params: SamplingParams
+    pooling: PoolingParams | None = None
+    is_masked: bool = False
+    items: Sequence[PromptItem] = ()
+    """Items of its prompt."""
 
 
 @dataclass(frozen=True)

@@ -288,18 +288,6 @@ class WeightFormat:
         """A part without a checkpoint; weights have this deviation, or about the same."""
         return deviation * draw.normal()
 
-    def saved_config(
-        self, given: Any, config: "ModelConfig", formats: Mapping[str, "WeightFormat"]
-    ) -> Mapping[str, Any] | None:
-        """The quantization_config of a saved model, which was read with this one; None: it needs none for this format.
-
-        formats: that of each module with a weight in this format, as `of` gives it."""
-        return None
-
-    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The tensors of a file, of those that sources of this format's parts wrote, and others, which stay."""
-        return tensors
-
     def unrestorable(self, names: Collection[str]) -> str:
         """Why a converted checkpoint with arrays of these names cannot be restored in this format, and the way out, as the end of a
         sentence about its directory; empty: it can be."""

@@ -267,9 +267,7 @@ class Bench:
         found = {name: self._between(prompts, self.sizes.seconds) for name, prompts in arriving.items()}
         p50, p99 = (1e3 * float(np.percentile(found["nothing"], each)) for each in (50, 99))
         sizes = self.core.runner.shapes.functions.get(Images).sizes
-        most = (
-            f"{sizes.max_decode_patches or sizes.max_step_patches} patches, {self.core.scheduler.max_num_batched_tokens} tokens"
-        )
+        most = f"{sizes.max_decode_patches or sizes.max_step_patches} patches, {self.core.scheduler.limits.max_num_batched_tokens} tokens"
         for name, times in found.items():
             goals = {99: round(2 * p99, 2)} if name == "images" else {}
             for each in (50, 99):

@@ -67,7 +67,7 @@ class RanksScheduler:
         self._step_id = 0
         first = self.ranks[0]
         block_size = first.cache_manager.block_size
-        self._balancer = Balancer(num_ranks, block_size=block_size, max_num_seqs=first.max_num_seqs, policy=policy)
+        self._balancer = Balancer(num_ranks, block_size=block_size, max_num_seqs=first.limits.max_num_seqs, policy=policy)
         for index in range(num_ranks):
             self._balancer.set_up(index)
 
@@ -142,7 +142,7 @@ class RanksScheduler:
         """Move requests that did not fit into the latest step of their rank to ranks where none waits: which rank ends its requests first
         was not known when they came."""
         for index, rank in enumerate(self.ranks):
-            budget = 0 if rank.waiting else rank.max_num_batched_tokens
+            budget = 0 if rank.waiting else rank.limits.max_num_batched_tokens
             while budget > 0:
                 fullest = max(self.ranks, key=lambda other: other.num_left_waiting)
                 request = _first_to_move(fullest, rank)

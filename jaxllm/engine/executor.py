@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxllm.foreseen import Foreseen
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.foreseen import Foreseen, Needs
 from jaxllm.progress import Progress
-from jaxllm.request import PromptItem
-from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -105,12 +102,10 @@ class Executor(Protocol):
         """Run a common program that was made after the start on empty steps, as `warm_up` does. Returns whether there was one. Called
         while no step is in flight."""
 
-    def foresee(
-        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> Foreseen:
+    def foresee(self, needs: Needs) -> Foreseen:
         """Have what the steps of such a request need made next, if programs are compiled ahead and it is missing. Returns at once.
 
-        items: of its prompt. Returns what the request waits for: nothing where its first step makes what is missing, as with several
+        Returns what the request waits for: nothing where its first step makes what is missing, as with several
         hosts, which would have to agree on what each of them has."""
 
     def dispatch(self, plan: SchedulerOutput) -> PendingStep:

@@ -60,16 +60,14 @@ FOLLOW = "jaxllm.hosts.follower:follow_until_told"
 def check_speculative_config(config: EngineConfig) -> None:
     """Raise ConfigError for a speculative_config that is wrong in itself or that other options exclude. Does not import JAX."""
     if config.speculative.speculative_config is not None:
-        module, _ = _maker(DRAFTERS, _NO_DRAFTERS)
-        module.of_engine(config)
+        _package(DRAFTERS, _NO_DRAFTERS).of_engine(config)
 
 
 def check_own_store(config: EngineConfig) -> None:
     """Raise ConfigError if kv_transfer_config names a class that is no store. Imports its module, but not JAX."""
     transfer = KVTransferConfig.of(config.cache.kv_transfer_config)
     if transfer.is_own:
-        module, _ = _maker(KV_TIERS, _NO_TIERS)
-        module.check_own_store(transfer)
+        _package(KV_TIERS, _NO_TIERS).check_own_store(transfer)
 
 
 class Speculation(Protocol):
@@ -215,29 +213,27 @@ def open_hosts(config: EngineConfig, model_dir: Path) -> Hosts | None:
     options = config.parallel
     if options.nnodes == 1 and options.distributed_executor_backend != "ray":
         return None
-    module, name = _maker(HOSTS, "nnodes or distributed_executor_backend is set, but this build has one host; leave it out")
-    return getattr(module, name)(config, model_dir)  # type: ignore[no-any-return]
+    make = _maker(HOSTS, "nnodes or distributed_executor_backend is set, but this build has one host; leave it out")
+    return make(config, model_dir)  # type: ignore[no-any-return]
 
 
 def check_address(config: EngineConfig) -> None:
     """Raise ConfigError if a prefill engine cannot listen at its address, which it does once its weights are loaded."""
     if config.kv_transfer.is_prefill:
-        module, _ = _maker(KV_TIERS, _NO_TIERS)
-        module.check_address(config.kv_transfer)
+        _package(KV_TIERS, _NO_TIERS).check_address(config.kv_transfer)
 
 
 def open_kv_events(config: EngineConfig, replica: int) -> KVEvents | None:
     """Open the publisher of events of engine `replica`; None if events are off. Raises ConfigError if an address cannot be used."""
     if not KVEventsConfig.of(config.observe.kv_events_config).publishes:
         return None
-    module, name = _maker(KV_EVENTS, "kv_events_config is on, but this build publishes no events; leave it out")
-    return getattr(module, name)(config, replica)  # type: ignore[no-any-return]
+    make = _maker(KV_EVENTS, "kv_events_config is on, but this build publishes no events; leave it out")
+    return make(config, replica)  # type: ignore[no-any-return]
 
 
 def follow(config: EngineConfig) -> None:
     """Be a host above 0 of an engine, until host 0 ends. Raises as the start of an engine does."""
-    module, name = _maker(HOSTS and FOLLOW, "node_rank is set, but this build has one host; leave it out")
-    getattr(module, name)(config)
+    _maker(HOSTS and FOLLOW, "node_rank is set, but this build has one host; leave it out")(config)
 
 
 @dataclass(frozen=True)
@@ -258,21 +254,18 @@ class Features:
         adapters: Adapters | None = None
         expert_load: ExpertLoad | None = None
         if config.speculative.speculative_config is not None:
-            module, name = _maker(DRAFTERS, _NO_DRAFTERS, "drafts")
-            speculation = getattr(module, name)(config, model_config)
+            speculation = _maker(DRAFTERS, _NO_DRAFTERS, "drafts")(config, model_config)
         if config.lora.enable_lora:
-            module, name = _maker(ADAPTERS, "enable_lora is set, but this build has no adapters; leave it out", "adapters")
-            adapters = getattr(module, name)(config, model_config, model, mesh)
+            make = _maker(ADAPTERS, "enable_lora is set, but this build has no adapters; leave it out", "adapters")
+            adapters = make(config, model_config, model, mesh)
         if config.observe.expert_load:
             missing = "expert_load or enable_eplb is set, but this build has neither; leave it out"
             in_steps = ("expert_counts", "expert_slots") if config.parallel.enable_eplb else ("expert_counts",)
-            module, name = _maker(EXPERT_LOAD, missing, *in_steps)
-            expert_load = getattr(module, name)(config, model_config)
+            expert_load = _maker(EXPERT_LOAD, missing, *in_steps)(config, model_config)
         kv_tiers: KVTiers | None = None
         if config.cache.kv_offloading_size:
-            module, name = _maker(KV_TIERS, _NO_TIERS, "block_copies")
-            kv_tiers = getattr(module, name)(config)
-        made = {entry.partition(":")[0]: _load(entry)(config, model_config) for entry in ITEMS}
+            kv_tiers = _maker(KV_TIERS, _NO_TIERS, "block_copies")(config)
+        made = {entry.partition(":")[0]: _maker(entry, "")(config, model_config) for entry in ITEMS}
         items = {name: found for name, found in made.items() if found is not None}
         if not all(_are_in_steps(*found.in_steps) for found in items.values()):
             raise ConfigError(
@@ -309,20 +302,19 @@ class Features:
 NO_FEATURES = Features()
 
 
-def _maker(registered: str | None, missing: str, *in_steps: str) -> tuple[ModuleType, str]:
-    """The package of a feature, and the name of the function that makes it. Raises ConfigError if there is none.
+def _package(registered: str | None, missing: str, *in_steps: str) -> ModuleType:
+    """The package of a feature. Raises ConfigError if there is none.
 
     in_steps: the parts of `jaxllm.runner.features` that it needs. To look for them imports JAX.
     """
     if registered is None or (in_steps and not _are_in_steps(*in_steps)):
         raise ConfigError(missing)
-    module, _, name = registered.partition(":")
-    return importlib.import_module(module), name
+    return importlib.import_module(registered.partition(":")[0])
 
 
-def _load(registered: str) -> Callable[..., Any]:
-    module, name = _maker(registered, "")
-    return getattr(module, name)  # type: ignore[no-any-return]
+def _maker(registered: str | None, missing: str, *in_steps: str) -> Callable[..., Any]:
+    """The function that makes a feature. Raises as `_package`."""
+    return getattr(_package(registered, missing, *in_steps), (registered or "").partition(":")[2])  # type: ignore[no-any-return]
 
 
 def check_request(params: SamplingParams, pooling: PoolingParams | None) -> None:

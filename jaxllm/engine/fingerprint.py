@@ -12,14 +12,10 @@ import jax
 from jax.sharding import Mesh
 
 import jaxllm
-from jaxllm.config import EngineConfig
+from jaxllm.engine.features import Features
 from jaxllm.engine.model_source import describe_source
 from jaxllm.engine.versions import PACKAGES, plugins, source_digest
-from jaxllm.kernel_policy import KernelPolicy
-from jaxllm.layers.decoder import CausalLM
-from jaxllm.model_config import ModelConfig
-from jaxllm.runner.kernels import Kernels
-from jaxllm.runner.memory import MemoryPlan
+from jaxllm.runner.stage import RunnerParts, Stage
 
 OPTIONS = (
     "runner",
@@ -42,34 +38,32 @@ OPTIONS = (
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 
 
-def fingerprint(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: CausalLM,
-    mesh: Mesh,
-    plan: MemoryPlan,
-    kernels: Kernels,
-    policy: KernelPolicy,
-) -> dict[str, Any]:
+def fingerprint(parts: RunnerParts, features: Features, stage: Stage, mesh: Mesh) -> dict[str, Any]:
     """The fingerprint by name, as JSON values. Omits custom logits processors: programs that contain them are never stored.
 
     Raises ConfigError for a model whose source is unknown.
     """
-    device = mesh.local_devices[0]
-    options = config.flat()
-    return {
+    model_config, kernels, plan = parts.model_config, parts.kernels, stage.plan
+    options = parts.config.flat()
+    found = {
         "jaxllm version": f"{jaxllm.__version__} ({source_digest()})",
-        "model class": describe_source(model),
-        **surroundings(device),
+        "model class": describe_source(stage.model),
+        **surroundings(mesh.local_devices[0]),
         **{name: options[name] for name in OPTIONS},
         "attention_implementation": kernels.attention,
         **{f"{op} implementation": name for op, name in kernels.by_op().items() if op != "paged_attention"},
-        **{f"kernel policy's {name}": value for name, value in dataclasses.asdict(policy).items()},
+        **{f"kernel policy's {name}": value for name, value in dataclasses.asdict(parts.policy).items()},
         "max_model_len": plan.max_model_len,
         "num_gpu_blocks": plan.num_blocks,
         "groups and arrays of layers in the cache": [dataclasses.astuple(place) for place in plan.cache.places],
         **{f"model's {name}": value for name, value in model_config.described().items()},
+        **features.described,
     }
+    if parts.config.parallel.num_ranks > 1:
+        found["ranks"] = parts.config.parallel.num_ranks
+    if len(stage.layers) < model_config.num_layers:
+        found["layers of the stage"] = [stage.layers.start, stage.layers.stop]
+    return found
 
 
 def surroundings(device: jax.Device) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import GrammarError
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
@@ -24,10 +25,10 @@ STACK_BYTES = 64 << 20
 """Stack of the compiling thread: larger than in the process that compiled each grammar on trial."""
 
 
-class Grammars:
-    """The compiled grammars of an engine core. One thread compiles; all methods are called by the step loop's thread.
+class Grammars(Preparation):
+    """The compiled grammars of an engine core. One thread compiles. A request fits as soon as it has its matcher.
 
-    A Preparation: a request fits as soon as it has its matcher.
+    The sender of a request compiled its grammar on trial, so `bind` refuses none.
     """
 
     def __init__(
@@ -47,9 +48,6 @@ class Grammars:
         """Running compilations by the text of the grammar."""
         self._waiting: list[tuple[Request, Future[Template]]] = []
 
-    def bind(self, request: Request) -> None:
-        """See Preparation. The sender of the request compiled the grammar on trial."""
-
     def admit(self, request: Request) -> None:
         """Give a request its matcher, or let it wait until its grammar is compiled."""
         grammar = request.spec.grammar
@@ -66,14 +64,8 @@ class Grammars:
         self._waiting.append((request, job))
 
     def fits(self, request: Request) -> Fit:
-        """See AdmissionRoom. Requests without a grammar, or whose grammar is compiled already, overtake those that wait."""
+        """Requests without a grammar, or whose grammar is compiled already, overtake those that wait."""
         return Fit.LATER if request.spec.grammar is not None and request.matcher is None else Fit.NOW
-
-    def take(self, request: Request) -> None:
-        """See AdmissionRoom. Nothing is limited, so nothing is held."""
-
-    def release(self, request: Request) -> None:
-        """See AdmissionRoom."""
 
     def settle(self, scheduler: AnyScheduler) -> list[EngineCoreOutput]:
         """Give the requests whose grammars are compiled their matchers. Returns the outputs of those whose grammars failed to compile."""
@@ -104,14 +96,7 @@ class Grammars:
         return outputs
 
     def jobs(self) -> Sequence[Future[Any]]:
-        """See Preparation."""
         return [job for _, job in self._waiting]
-
-    def forget_slots(self) -> None:
-        """See Preparation. Nothing of a grammar is on the device."""
-
-    def check_integrity(self) -> None:
-        """See Preparation."""
 
     def shutdown(self) -> None:
         """End the thread. May be called again."""

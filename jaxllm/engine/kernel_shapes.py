@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeGuard
 
 from flax import nnx
@@ -109,10 +110,6 @@ def _paged_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
     # Steps with images take the keys of the cache as one part of all: kernels treat all numbers of parts alike.
     in_parts = (replace(shapes, num_queries=1, num_parts=2) for shapes in found)
     return (*found, *in_parts) if engine.model.attends_within_images else found
-
-
-def _wide_attention(engine: _Engine) -> tuple[attention_at_start.Shapes, ...]:
-    return _shapes_of_attention(engine, is_wide=True)
 
 
 def _shapes_of_attention(engine: _Engine, *, is_wide: bool) -> tuple[attention_at_start.Shapes, ...]:
@@ -256,10 +253,6 @@ def _shapes_of_tiles(format: PackedFormat, dtype: str) -> quantized_matmul.Shape
     )
 
 
-def _quantized_matmul(engine: _Engine) -> tuple[quantized_matmul.Shapes, ...]:
-    return engine.tiles.linears
-
-
 def _mla_attention(engine: _Engine) -> tuple[mla_attention.Shapes, ...]:
     model = engine.model
     return tuple(
@@ -329,7 +322,7 @@ def _segment_attention(engine: _Engine) -> tuple[segment_attention.Shapes, ...]:
 
 _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "paged_attention": _paged_attention,
-    "wide_attention": _wide_attention,
+    "wide_attention": partial(_shapes_of_attention, is_wide=True),
     "rope_cache_write": _rope_cache_write,
     "expert_choice": _expert_choice,
     "grouped_matmul": _grouped_matmul,
@@ -337,7 +330,7 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "state_space": _state_space,
     "lora": _lora,
     "mla_attention": _mla_attention,
-    "quantized_matmul": _quantized_matmul,
+    "quantized_matmul": lambda engine: engine.tiles.linears,
     "collectives": _collectives,
     "quantize": _quantize,
     "sampling": _sampling,

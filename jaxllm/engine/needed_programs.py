@@ -5,7 +5,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxllm.engine.executor import Executor
-from jaxllm.foreseen import Foreseen
+from jaxllm.engine.preparations import Preparation
+from jaxllm.foreseen import Foreseen, Needs
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import ErrorKind, Request
@@ -13,11 +14,9 @@ from jaxllm.scheduler.admission import Fit
 from jaxllm.scheduler.interface import AnyScheduler
 
 
-class NeededPrograms:
-    """The programs that requests of an engine core wait for. The step loop's thread calls all methods.
-
-    A Preparation: a request fits once its programs are there. It holds nothing while it waits, and others overtake it.
-    """
+class NeededPrograms(Preparation):
+    """The programs that requests of an engine core wait for. A request fits once its programs are there; others overtake it. The threads
+    that make programs are the executor's."""
 
     def __init__(self, executor: Executor):
         self._executor = executor
@@ -35,14 +34,11 @@ class NeededPrograms:
         """Requests that wait for programs."""
         return len(self._waiting)
 
-    def bind(self, request: Request) -> None:
-        """See Preparation. No request is refused."""
-
     def admit(self, request: Request) -> None:
         """Have programs that the request needs made next. It waits for those without which its steps could not run."""
         spec = request.spec
         is_masked = spec.grammar is not None or spec.thinking_budget is not None
-        found = self._executor.foresee(spec.sampling_params, spec.pooling_params, spec.items, is_masked=is_masked)
+        found = self._executor.foresee(Needs(spec.sampling_params, spec.pooling_params, is_masked, spec.items))
         if found.limit is not None:
             self._limiting[request] = found
         if found.awaited:
@@ -50,14 +46,11 @@ class NeededPrograms:
             self._tell(found)
 
     def fits(self, request: Request) -> Fit:
-        """See AdmissionRoom. Requests whose programs are there overtake those that wait."""
+        """Requests whose programs are there overtake those that wait."""
         return Fit.LATER if request in self._waiting else Fit.NOW
 
-    def take(self, request: Request) -> None:
-        """See AdmissionRoom. Nothing is limited, so nothing is held."""
-
     def release(self, request: Request) -> None:
-        """See AdmissionRoom. A request that starts over waits on."""
+        """A request that starts over waits on."""
         if request.status.is_finished:
             self._waiting.pop(request, None)
             self._limiting.pop(request, None)
@@ -99,15 +92,7 @@ class NeededPrograms:
             logger.info("requests wait until these programs are compiled, while others run: %s", ", ".join(new))
 
     def jobs(self) -> Sequence[Future[Any]]:
-        """See Preparation."""
         return [job for found in self._waiting.values() for job in found.awaited.values()]
 
-    def forget_slots(self) -> None:
-        """See Preparation. Programs stay."""
-
     def check_integrity(self) -> None:
-        """See Preparation."""
         assert not self._waiting and not self._limiting, "a request that ended waits for programs"
-
-    def shutdown(self) -> None:
-        """See Preparation. The threads are the executor's."""

@@ -15,6 +15,7 @@ class Preparation(AdmissionRoom, Protocol):
 
     def bind(self, request: Request) -> None:
         """A request is about to be queued. Raises InvalidRequestError if it can never get what it needs; changes nothing else."""
+        return
 
     def admit(self, request: Request) -> None:
         """A request was queued: begin to prepare what it needs."""
@@ -27,9 +28,12 @@ class Preparation(AdmissionRoom, Protocol):
 
     def forget_slots(self) -> None:
         """Drop what the device had of it: its memory was released."""
+        return
 
     def check_integrity(self) -> None:
         """Raise AssertionError if something is held without need. Called without unfinished requests."""
+        return
 
     def shutdown(self) -> None:
         """End the threads. May be called again."""
+        return

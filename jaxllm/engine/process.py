@@ -423,7 +423,7 @@ def _load_core(start: EngineStart, pulse: Pulse) -> SteppedCore:
         times.add("process before the engine", age)
     with times.part("imports"), no_collections():
         from jaxllm.engine.core import EngineCore  # imports JAX
-    from jaxllm.engine.prepare import backend
+    from jaxllm.engine.resolve import backend
 
     core = EngineCore(_for_serving(start.config), pulse.progress, (), times, replica=start.replica)
     pulse.patience = CPU_PATIENCE if backend() == "cpu" else 1.0
@@ -432,7 +432,7 @@ def _load_core(start: EngineStart, pulse: Pulse) -> SteppedCore:
 
 def _for_serving(config: EngineConfig) -> EngineConfig:
     """On a CPU, where programs are compiled on first use, also compile programs for later requests while the engine is idle."""
-    from jaxllm.engine.prepare import backend
+    from jaxllm.engine.resolve import backend
 
     if config.parallel.nnodes > 1 or config.parallel.distributed_executor_backend == "ray":
         return config  # JAX may not find its devices before the other hosts are there

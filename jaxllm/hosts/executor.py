@@ -9,16 +9,13 @@ import numpy as np
 
 from jaxllm.engine.executor import Executor, ExecutorPrograms, MemoryAction, MemoryPart, PendingStep
 from jaxllm.errors import EngineDeadError
-from jaxllm.foreseen import Foreseen
+from jaxllm.foreseen import Foreseen, Needs
 from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.sent_tokens import SentTokens
 from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchRanks, Do, Piece, Sample
 from jaxllm.hosts_options import has_ranks_on_hosts, has_stages_on_hosts
-from jaxllm.pooling_params import PoolingParams
 from jaxllm.ranks_plan import RanksPlan
-from jaxllm.request import PromptItem
-from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.worker_thread import WorkerThread
 
@@ -129,10 +126,8 @@ class HostsExecutor:
         """See Executor, as for the next one."""
         return self._own.run_new_program()  # never one: all hosts run the same programs, at the start
 
-    def foresee(
-        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> Foreseen:
-        return self._own.foresee(params, pooling, items, is_masked=is_masked)
+    def foresee(self, needs: Needs) -> Foreseen:
+        return self._own.foresee(needs)
 
     def close(self) -> None:
         """End the engine on all hosts."""

@@ -17,6 +17,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.executor import Executor, PendingStep, TokenTaker
 from jaxllm.errors import ConfigError, JaxLLMError
+from jaxllm.foreseen import Needs
 from jaxllm.framing import SILENCE_SECONDS, WireError
 from jaxllm.hosts import handshake, identity, process_group, wire
 from jaxllm.hosts.connection import Connection
@@ -193,7 +194,7 @@ class Follower:
         for new in plan.new_requests:
             if new.sampling_params.seed is None:
                 new.sampling_params.seed = -1  # to callers -1 means none; here it is a seed
-            self._executor.foresee(new.sampling_params, new.pooling_params, new.items, is_masked=new.is_masked)
+            self._executor.foresee(Needs(new.sampling_params, new.pooling_params, new.is_masked, new.items))
         # Reading results changes rows; host 0 reads a step before it dispatches the next but so many.
         while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft().result()

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.causal_conv import causal_conv
-from jaxllm.layers.latest_inputs import mix
+from jaxllm.layers.latest_inputs import mix_in_layer
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.row_states import StateRows
@@ -71,22 +71,15 @@ class GatedDelta(nnx.Module):
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
-        part, states = self.part, step.states
-        assert states is not None, "the step has no states by row"
+        part = self.part
         C = part.num_channels
         qkvz_TKC, ba_TKC = (products(linear, runs, step) for linear in (self.qkvz, self.ba))
-        num_heads, dtype = qkvz_TKC.shape[1], qkvz_TKC.dtype
-        arrays = states.read(self.layer)
-        if arrays is None:
-            shapes = ((2, num_heads, *shape) for shape in part.state_shapes)
-            arrays = tuple(jnp.zeros(shape, kind) for shape, kind in zip(shapes, (dtype, jnp.float32), strict=True))
         qkv_TKC, z_TKC = jnp.split(qkvz_TKC, [C], axis=2)
-        out_TKGV, after = mix(partial(self._mix, step=step), (qkv_TKC, ba_TKC), arrays, states.rows)
-        states.write(self.layer, after)
+        out_TKGV = mix_in_layer(self.layer, part, partial(self._mix, step=step), (qkv_TKC, ba_TKC), step)
 
         activation = jax.nn.sigmoid if part.gate == "sigmoid" else jax.nn.silu
         gate_TKGV = activation(z_TKC.astype(jnp.float32)).reshape(out_TKGV.shape)
-        out_TKGV = (self.norm(out_TKGV) * gate_TKGV).astype(dtype)
+        out_TKGV = (self.norm(out_TKGV) * gate_TKGV).astype(qkvz_TKC.dtype)
         return products_by_run(self.out, out_TKGV, runs, step)
 
     def _mix(

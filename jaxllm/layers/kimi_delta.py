@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxllm.layers.causal_conv import causal_conv
 from jaxllm.layers.channel_delta import channel_delta
-from jaxllm.layers.latest_inputs import mix
+from jaxllm.layers.latest_inputs import mix_in_layer
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.row_states import StateRows
@@ -63,20 +63,12 @@ class KimiDelta(nnx.Module):
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
-        part, states = self.part, step.states
-        assert states is not None, "the step has no states by row"
         qkv_TKC, strength_TK1 = products(self.qkv, runs, step), products(self.strength, runs, step)
         decay_TKH = self._narrowed(self.into_decay, self.decay, runs, step)
         gate_TKH = self._narrowed(self.into_gate, self.gate, runs, step)
-        num_heads, dtype = qkv_TKC.shape[1], qkv_TKC.dtype
-        arrays = states.read(self.layer)
-        if arrays is None:
-            shapes = ((2, num_heads, *shape) for shape in part.state_shapes)
-            arrays = tuple(jnp.zeros(shape, kind) for shape, kind in zip(shapes, (dtype, jnp.float32), strict=True))
         inputs = (qkv_TKC, jnp.concatenate([decay_TKH, strength_TK1], axis=2))
-        out_TKH, after = mix(self._mix, inputs, arrays, states.rows)
-        states.write(self.layer, after)
-        out_TKH = (self.norm(out_TKH) * jax.nn.sigmoid(gate_TKH.astype(jnp.float32))).astype(dtype)
+        out_TKH = mix_in_layer(self.layer, self.part, self._mix, inputs, step)
+        out_TKH = (self.norm(out_TKH) * jax.nn.sigmoid(gate_TKH.astype(jnp.float32))).astype(qkv_TKC.dtype)
         return products_by_run(self.out, out_TKH, runs, step)
 
     @staticmethod

@@ -14,6 +14,8 @@ from jax import Array
 
 from jaxllm.layers.causal_conv import convolved_before
 from jaxllm.layers.row_states import Spans, StateRows
+from jaxllm.layers.step import Step
+from jaxllm.model_parts import StateMixer
 
 
 class Mix(Protocol):
@@ -93,8 +95,24 @@ class LatestInputs:
         return new_N.at[row_R].set(jnp.where(is_old_R, old_R, new_N[row_R]))
 
 
+def mix_in_layer(layer: int, part: StateMixer, compute: Mix, inputs: Sequence[Array], step: Step) -> Array:
+    """The outputs of a layer's tokens, by the states that the step has of it; without any, each sequence begins with zeros.
+
+    inputs: see `mix`."""
+    states = step.states
+    assert states is not None, "the step has no states by row"
+    arrays = states.read(layer)
+    if arrays is None:
+        shapes = [(2, inputs[0].shape[1], *shape) for shape in part.state_shapes]
+        types = [inputs[0].dtype if part.has_convolution and not index else jnp.float32 for index in range(len(shapes))]
+        arrays = tuple(map(jnp.zeros, shapes, types))
+    out, after = mix(compute, inputs, arrays, states.rows, has_convolution=part.has_convolution)
+    states.write(layer, after)
+    return out
+
+
 def mix(
-    compute: Mix, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows, *, has_convolution: bool = True
+    compute: Mix, inputs: Sequence[Array], arrays: tuple[Array, ...], rows: StateRows, *, has_convolution: bool
 ) -> tuple[Array, tuple[Array, ...]]:
     """The outputs of a step's tokens, and all that the layer keeps behind them.
 

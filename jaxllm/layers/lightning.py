@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.attention import HeadNorm
-from jaxllm.layers.latest_inputs import mix
+from jaxllm.layers.latest_inputs import mix_in_layer
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.rope import head_order
 from jaxllm.layers.row_states import StateRows
@@ -52,19 +52,14 @@ class LightningMixer(nnx.Module):
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
-        part, states = self.part, step.states
-        assert states is not None, "the step has no states by row"
+        part = self.part
         q_TKH, k_TKH, v_TKH = jnp.split(products(self.qkv, runs, step), 3, axis=2)
         if self.q_norm is not None and self.k_norm is not None:
             q_TKH, k_TKH = self.q_norm.of_each(q_TKH), self.k_norm.of_each(k_TKH)
         angles, dtype = step.angles(part.rope, part.head_dim), v_TKH.dtype
         q_TKH = (apply_rope(q_TKH, angles) * part.head_dim**-0.5).astype(dtype)
         inputs = jnp.concatenate([v_TKH, apply_rope(k_TKH, angles), q_TKH], axis=2)
-        arrays = states.read(self.layer)
-        if arrays is None:
-            arrays = tuple(jnp.zeros((2, v_TKH.shape[1], *shape), jnp.float32) for shape in part.state_shapes)
-        out_TKH, after = mix(partial(self._mix, step=step), (inputs,), arrays, states.rows, has_convolution=False)
-        states.write(self.layer, after)
+        out_TKH = mix_in_layer(self.layer, part, partial(self._mix, step=step), (inputs,), step)
         gate_TKH = jax.nn.sigmoid(products(self.gate, runs, step).astype(jnp.float32))
         out_TKH = (self._normed(out_TKH, step.shards) * gate_TKH).astype(dtype)
         return products_by_run(self.out, out_TKH, runs, step)

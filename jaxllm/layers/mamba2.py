@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.causal_conv import causal_conv
-from jaxllm.layers.latest_inputs import mix
+from jaxllm.layers.latest_inputs import mix_in_layer
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.runs import products, products_by_run
@@ -93,21 +92,14 @@ class Mamba2Mixer(nnx.Module):
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
-        part, states = self.part, step.states
-        assert states is not None, "the step has no states by row"
+        part = self.part
         G, P, C = part.group_size, part.head_dim, part.num_channels
         inputs_TKC = products(self.inputs, runs, step)
-        num_groups, dtype = inputs_TKC.shape[1], inputs_TKC.dtype
-        arrays: Any = states.read(self.layer)
-        if arrays is None:
-            shapes = ((2, num_groups, *shape) for shape in part.state_shapes)
-            arrays = tuple(jnp.zeros(shape, kind) for shape, kind in zip(shapes, (dtype, jnp.float32), strict=True))
         z_TKC, xbc_TKC, step_TKG = jnp.split(inputs_TKC, [G * P, G * P + C], axis=2)
-        out_TKGP, after = mix(partial(self._mix, step=step), (xbc_TKC, step_TKG), arrays, states.rows)
-        states.write(self.layer, after)
+        out_TKGP = mix_in_layer(self.layer, part, partial(self._mix, step=step), (xbc_TKC, step_TKG), step)
 
         gated_TKGP = out_TKGP.astype(jnp.float32) * jax.nn.silu(z_TKC.astype(jnp.float32)).reshape(out_TKGP.shape)
-        return products_by_run(self.out, self._normed(gated_TKGP, step.shards).astype(dtype), runs, step)
+        return products_by_run(self.out, self._normed(gated_TKGP, step.shards).astype(inputs_TKC.dtype), runs, step)
 
     def _mix(
         self,

@@ -7,7 +7,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.causal_conv import causal_conv
-from jaxllm.layers.latest_inputs import mix
+from jaxllm.layers.latest_inputs import mix_in_layer
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.row_states import StateRows
 from jaxllm.layers.runs import products, products_by_run
@@ -47,15 +47,8 @@ class GatedShortConv(nnx.Module):
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
-        states = step.states
-        assert states is not None, "the step has no states by row"
         b_TKC, c_TKC, x_TKC = (part_T1KC[:, 0] for part_T1KC in jnp.split(products(self.inputs, runs, step), 3, axis=1))
-        arrays = states.read(self.layer)
-        if arrays is None:
-            (shape,) = self.part.state_shapes
-            arrays = (jnp.zeros((2, x_TKC.shape[1], *shape), x_TKC.dtype),)
-        convolved_TKC, after = mix(self._mix, (b_TKC * x_TKC,), arrays, states.rows)
-        states.write(self.layer, after)
+        convolved_TKC = mix_in_layer(self.layer, self.part, self._mix, (b_TKC * x_TKC,), step)
         if self.conv_bias is not None:
             convolved_TKC += self.conv_bias[...].astype(jnp.float32)
         return products_by_run(self.out, c_TKC * convolved_TKC.astype(c_TKC.dtype), runs, step)

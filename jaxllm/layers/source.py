@@ -55,29 +55,19 @@ class Tensor:
 
     def read(self, array: np.ndarray, index: Index) -> np.ndarray:
         """A part of the view with copies and padding. Of the array only what is needed is touched; a view of it if that can be."""
-        part = self._read(self._seen(array), index)
+        part = self._read(self.seen(array), index)
         return part if self.order is None else part.take(self.order, self.order_axis)
 
-    def write(self, array: np.ndarray, part: np.ndarray) -> None:
-        """Write the whole view into the stored tensor."""
-        assert self.picks is None, "only a parameter of the stored shape is written"
-        part = part if self.order is None else part.take(np.argsort(self.order), self.order_axis)
-        if self.columns is not None:
-            self._seen(array)[...] = part
-            return
-        rows = self._rows_of(array.T if self.transposed else array)
-        rows[...] = part.reshape(rows.shape)
-
-    def _seen(self, array: np.ndarray) -> np.ndarray:
+    def seen(self, array: np.ndarray) -> np.ndarray:
         """The view of the stored tensor, without copies and padding."""
-        stored = self._rows_of(array.T if self.transposed else array)
+        stored = self.rows_of(array.T if self.transposed else array)
         if self.columns is None:
             return stored.reshape(self.view)
         (start, stop, size), axis = self.columns, self.columns_axis
         whole = stored.reshape(*self.view[:axis], size, *self.view[axis + 1 :])
         return whole[(slice(None),) * axis + (slice(start, stop),)]
 
-    def _rows_of(self, stored: np.ndarray) -> np.ndarray:
+    def rows_of(self, stored: np.ndarray) -> np.ndarray:
         """The outputs that the view is of: a view of the stored ones, [runs, outputs, ...] of several runs."""
         if self.rows is None:
             return stored
@@ -156,15 +146,6 @@ class Source:
         """The source without permutation: of the parameter with the outputs before the inputs."""
         return replace(self, permutation=tuple(range(len(self.permutation))))
 
-    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
-        """Write a parameter into its tensors, by name; those that are not there yet are added."""
-        ends = np.cumsum([t.view[self.axis] for t in self.tensors])[:-1]
-        pieces = np.split(parameter.transpose(np.argsort(self.permutation)), ends, axis=self.axis)
-        for t, piece in zip(self.tensors, pieces, strict=True):
-            if t.name not in written:
-                written[t.name] = np.empty(t.shape, parameter.dtype)
-            t.write(written[t.name], piece)
-
 
 @dataclass(frozen=True)
 class Stacked:
@@ -196,13 +177,6 @@ class Stacked:
         assert part is not None, "no device holds no experts"
         return part
 
-    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
-        """Add the tensors that the parameter is written as, by name."""
-        pieces = parameter.reshape(len(self.tensors), *parameter.shape[len(self.lead) :])
-        for t, piece in zip(self.tensors, pieces, strict=True):
-            written[t.name] = np.empty(t.shape, parameter.dtype)
-            t.write(written[t.name], piece)
-
 
 @dataclass(frozen=True)
 class PartlyZero:
@@ -229,12 +203,6 @@ class PartlyZero:
 
         return self.whole.read(of_all, index, dtype)
 
-    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
-        """See AnySource."""
-        of_all: dict[str, np.ndarray] = {}
-        self.whole.write(parameter, of_all)
-        written.update((each.name, of_all[each.name]) for each in self.tensors)
-
 
 class AnySource(Protocol):
     """Where a parameter comes from."""
@@ -248,9 +216,6 @@ class AnySource(Protocol):
 
     def read(self, tensor: Read, index: Index, dtype: np.dtype) -> np.ndarray:
         """A part of the parameter in a type, of parts of its tensors."""
-
-    def write(self, parameter: np.ndarray, written: dict[str, np.ndarray]) -> None:
-        """Write a parameter into its tensors, by name; those that are not there yet are added."""
 
 
 def _with_copies(tensor: Tensor, copies: int, where: int, has_groups: bool) -> Tensor:

@@ -1,10 +1,11 @@
 """The attention parts of layers."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope
+from jaxllm.model_parts.state_mixer import StateMixer
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
+class GatedDeltaNet(StateMixer):
     """Linear attention: each value head sums up the sequence in a matrix that maps keys to values. Source: arXiv:2412.06464.
 
     Queries, keys and values are products of x that go through a short convolution over the sequence first.
@@ -256,9 +257,6 @@ class GatedDeltaNet:
     apart, instead of two products in the order of the key heads."""
     name: str = "linear_attn"
 
-    has_convolution: ClassVar[bool] = True
-    """See `StateMixer`."""
-
     @property
     def group_size(self) -> int:
         """Value heads per key head (G)."""
@@ -270,18 +268,7 @@ class GatedDeltaNet:
         return 2 * self.key_dim + self.group_size * self.value_dim
 
     @property
-    def num_heads(self) -> int:
-        """Heads that devices can share."""
-        return self.num_key_heads
-
-    @property
-    def window(self) -> int | None:
-        """Keys that a token sees, as `Attention.window`: all before it."""
-        return None
-
-    @property
-    def state_heads(self) -> int:
-        """See `StateMixer`."""
+    def num_heads(self) -> int:  # type: ignore[override]
         return self.num_key_heads
 
     @property
@@ -290,34 +277,23 @@ class GatedDeltaNet:
         return (self.kernel_size - 1, self.num_channels), (self.group_size, self.key_dim, self.value_dim)
 
     def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """See `StateMixer`: inputs of the convolution, and a rate of change and one of decay for each value head."""
+        """Inputs of the convolution, and a rate of change and one of decay for each value head."""
         return (num_tokens, self.num_channels), (num_tokens, 2 * self.group_size)
 
     @property
-    def flops_per_pair(self) -> float:
-        """Operations for each query token and token that it sees: none."""
-        return 0.0
-
-    @property
     def flops_per_token(self) -> float:
-        """Operations of the rule for each token: two products with a matrix of each value head, and a change of it."""
+        """The rule has two products with a matrix of each value head, and a change of it."""
         return 6.0 * self.num_value_heads * self.key_dim * self.value_dim
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
-        """The checkpoint's modules that each linear layer is made of."""
         letters = {"qkvz": ("qkv", "z") if self.is_flat else ("qkvz",), "ba": ("b", "a") if self.is_flat else ("ba",)}
         products = {part: tuple(f"{self.name}.in_proj_{each}" for each in found) for part, found in letters.items()}
         return {**products, "out": (f"{self.name}.out_proj",)}
 
     @property
     def values_per_token(self) -> int:
-        """Intermediate values that a step has at once for each token, over all devices."""
         return 8 * self.num_key_heads * self.num_channels
 
     def indivisible(self, size: int) -> list[str]:
-        """The numbers that keep this part from being split over `size` devices."""
         return [f"{self.num_key_heads} key heads of linear attention"] if self.num_key_heads % size else []
-
-    def split(self, size: int) -> "GatedDeltaNet":
-        return self

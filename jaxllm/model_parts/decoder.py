@@ -4,19 +4,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxllm.model_parts.attention import Attention, GatedDeltaNet, LatentAttention
-from jaxllm.model_parts.kimi_delta import KimiDeltaAttention
-from jaxllm.model_parts.lightning import LightningAttention
-from jaxllm.model_parts.mamba2 import Mamba2
+from jaxllm.model_parts.attention import Attention, LatentAttention
 from jaxllm.model_parts.mlp import MLP, MoE
 from jaxllm.model_parts.norm import Norm
-from jaxllm.model_parts.short_conv import ShortConv
+from jaxllm.model_parts.state_mixer import StateMixer
 
-StateMixer = GatedDeltaNet | KimiDeltaAttention | LightningAttention | Mamba2 | ShortConv
-"""Parts that keep states by row: for each of `state_heads` arrays of `state_shapes`, in float32; if the part `has_convolution`, the first
-is the last inputs of that, in the model's type.
-With drafts also arrays of `input_shapes`, one for each of these, all in the model's type: the inputs from which the states behind some
-tokens follow."""
 TokenMixer = Attention | LatentAttention | StateMixer
 """Parts by which tokens take from those before them."""
 

@@ -1,13 +1,13 @@
 """The Kimi delta attention part of layers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxllm.model_parts.norm import Norm
+from jaxllm.model_parts.state_mixer import StateMixer
 
 
 @dataclass(frozen=True)
-class KimiDeltaAttention:
+class KimiDeltaAttention(StateMixer):
     """Linear attention by the gated delta rule in which each channel of a key decays at its own rate. Source: arXiv:2510.26692.
 
     Queries, keys and values are products of x that go through a short convolution over the sequence first. The heads' outputs are normed,
@@ -29,20 +29,10 @@ class KimiDeltaAttention:
     """Whether the checkpoint holds the heads' rates as [1, 1, heads, 1]."""
     name: str = "self_attn"
 
-    has_convolution: ClassVar[bool] = True
-    """See `StateMixer`."""
-    window: ClassVar[int | None] = None
-    """Keys that a token sees, as `Attention.window`: all before it."""
-
     @property
     def num_channels(self) -> int:
         """Values of a head that go through the convolution: a query, a key and a value (C)."""
         return 3 * self.head_dim
-
-    @property
-    def state_heads(self) -> int:
-        """See `StateMixer`."""
-        return self.num_heads
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -50,22 +40,16 @@ class KimiDeltaAttention:
         return (self.kernel_size - 1, self.num_channels), (self.head_dim, self.head_dim)
 
     def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """See `StateMixer`: inputs of the convolution; the inputs of the decays, and a rate of change."""
+        """Inputs of the convolution; the inputs of the decays, and a rate of change."""
         return (num_tokens, self.num_channels), (num_tokens, self.head_dim + 1)
 
     @property
-    def flops_per_pair(self) -> float:
-        """Operations for each query token and token that it sees: none."""
-        return 0.0
-
-    @property
     def flops_per_token(self) -> float:
-        """Operations of the rule for each token: two products with the matrix of each head, and a change of it."""
+        """The rule has two products with the matrix of each head, and a change of it."""
         return 7.0 * self.num_heads * self.head_dim**2
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
-        """The checkpoint's modules that each linear layer is made of."""
         names = {"qkv": ("q_proj", "k_proj", "v_proj"), "strength": ("b_proj",), "out": ("o_proj",)}
         if self.narrow_dim is None:
             names |= {"decay": ("f_proj",), "gate": ("g_proj",)}
@@ -75,12 +59,7 @@ class KimiDeltaAttention:
 
     @property
     def values_per_token(self) -> int:
-        """Intermediate values that a step has at once for each token, over all devices."""
         return 12 * self.num_heads * self.head_dim
 
     def indivisible(self, size: int) -> list[str]:
-        """The numbers that keep this part from being split over `size` devices."""
         return [f"{self.num_heads} heads of linear attention"] if self.num_heads % size else []
-
-    def split(self, size: int) -> "KimiDeltaAttention":
-        return self

@@ -5,10 +5,11 @@ from typing import ClassVar
 
 from jaxllm.model_parts.norm import Norm
 from jaxllm.model_parts.rope import Rope
+from jaxllm.model_parts.state_mixer import StateMixer
 
 
 @dataclass(frozen=True)
-class LightningAttention:
+class LightningAttention(StateMixer):
     """Linear attention with a fixed decay: each head sums up products of keys and values in a matrix, which a query reads. Source:
     arXiv:2401.04658.
 
@@ -28,11 +29,8 @@ class LightningAttention:
     name: str = "attention"
 
     has_convolution: ClassVar[bool] = False
-    """See `StateMixer`."""
     group_size: ClassVar[int] = 1
     """Heads that share a key: as the state-space op has it, whose recurrence it is."""
-    window: ClassVar[int | None] = None
-    """Keys that a token sees, as `Attention.window`: all before it."""
 
     @property
     def num_groups(self) -> int:
@@ -50,47 +48,31 @@ class LightningAttention:
         return tuple(self.decay * slope for slope in _slopes(self.num_heads))
 
     @property
-    def state_heads(self) -> int:
-        """See `StateMixer`."""
-        return self.num_heads
-
-    @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shape for a row and head: its matrix, values by keys."""
         return ((1, self.head_dim, self.head_dim),)
 
     def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """See `StateMixer`: value, key and query."""
+        """Value, key and query."""
         return ((num_tokens, 3 * self.head_dim),)
 
     @property
-    def flops_per_pair(self) -> float:
-        """Operations for each query token and token that it sees: none."""
-        return 0.0
-
-    @property
     def flops_per_token(self) -> float:
-        """Operations of the recurrence for each token: a product with the matrix of each head, and a change of it."""
+        """The recurrence has a product with the matrix of each head, and a change of it."""
         return 5.0 * self.num_heads * self.head_dim**2
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
-        """The checkpoint's modules that each linear layer is made of."""
         names = {"qkv": "query_key_value", "gate": "g_proj", "out": "dense"}
         return {part: (f"{self.name}.{name}",) for part, name in names.items()}
 
     @property
     def values_per_token(self) -> int:
-        """Intermediate values that a step has at once for each token, over all devices."""
         return 8 * self.num_heads * self.head_dim
 
     def indivisible(self, size: int) -> list[str]:
-        """The numbers that keep this part from being split over `size` devices."""
         faults = [f"{self.num_heads} heads of lightning attention"] if self.num_heads % size else []
         return faults + ([f"{self.num_norm_groups} groups of its norm"] if self.num_norm_groups % size else [])
-
-    def split(self, size: int) -> "LightningAttention":
-        return self
 
 
 def _slopes(num_heads: int) -> list[float]:

@@ -1,13 +1,13 @@
 """The Mamba-2 part of layers."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from jaxllm.model_parts.norm import Norm
+from jaxllm.model_parts.state_mixer import StateMixer
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(StateMixer):
     """A state-space model: each head sums up the sequence in a matrix, which decays from token to token. Source: arXiv:2405.21060.
 
     Values of heads, and the vectors by which a group of heads takes into its matrices and out of them, are products of the input that
@@ -34,9 +34,6 @@ class Mamba2:
     group_replicas: int = 1
     """Number of devices that share the heads of a group, each with a copy of its vectors; copies count as groups."""
 
-    has_convolution: ClassVar[bool] = True
-    """See `StateMixer`."""
-
     @property
     def group_size(self) -> int:
         """Heads per group (G)."""
@@ -48,13 +45,7 @@ class Mamba2:
         return self.group_size * self.head_dim + 2 * self.state_size
 
     @property
-    def window(self) -> int | None:
-        """Keys that a token sees, as `Attention.window`: it has none."""
-        return None
-
-    @property
     def state_heads(self) -> int:
-        """See `StateMixer`."""
         return self.num_groups
 
     @property
@@ -63,31 +54,23 @@ class Mamba2:
         return (self.kernel_size - 1, self.num_channels), (self.group_size, self.head_dim, self.state_size)
 
     def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """See `StateMixer`: inputs of the convolution, and a time step for each head."""
+        """Inputs of the convolution, and a time step for each head."""
         return (num_tokens, self.num_channels), (num_tokens, self.group_size)
 
     @property
-    def flops_per_pair(self) -> float:
-        """Operations for each query token and token that it sees: none."""
-        return 0.0
-
-    @property
     def flops_per_token(self) -> float:
-        """Operations of the recurrence for each token: a product with the matrix of each head, and a change of it."""
+        """The recurrence has a product with the matrix of each head, and a change of it."""
         return 5.0 * self.num_heads * self.head_dim * self.state_size
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
-        """The checkpoint's modules that each linear layer is made of."""
         return {"in": (f"{self.name}.in_proj",), "out": (f"{self.name}.out_proj",)}
 
     @property
     def values_per_token(self) -> int:
-        """Intermediate values that a step has at once for each token, over all devices."""
         return 8 * self.num_groups * self.num_channels
 
     def indivisible(self, size: int) -> list[str]:
-        """The numbers that keep this part from being split over `size` devices."""
         stored = self.num_groups // self.group_replicas
         faults = [f"{self.num_heads} heads of Mamba-2"] if self.num_heads % size else []
         return faults + ([f"{stored} groups of Mamba-2"] if stored % size and stored > 1 else [])

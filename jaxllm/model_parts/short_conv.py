@@ -1,11 +1,12 @@
 """The short convolution of layers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+
+from jaxllm.model_parts.state_mixer import StateMixer
 
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConv(StateMixer):
     """A gated convolution over the last tokens, channel by channel: out(c * conv(b * x)), of which b, c and x are products of its input.
 
     Source: arXiv:2511.23404.
@@ -21,32 +22,14 @@ class ShortConv:
     """Whether its products and the convolution have biases."""
     name: str = "conv"
 
-    has_convolution: ClassVar[bool] = True
-    """See `StateMixer`."""
-
-    @property
-    def window(self) -> int | None:
-        """Keys that a token sees, as `Attention.window`: it has none."""
-        return None
-
-    @property
-    def state_heads(self) -> int:
-        """See `StateMixer`."""
-        return self.num_heads
-
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes for a row and head: the last inputs of the convolution."""
         return ((self.kernel_size - 1, self.head_dim),)
 
     def input_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """See `StateMixer`: inputs of the convolution."""
+        """Inputs of the convolution."""
         return ((num_tokens, self.head_dim),)
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Operations for each query token and token that it sees: none."""
-        return 0.0
 
     @property
     def flops_per_token(self) -> float:
@@ -55,17 +38,11 @@ class ShortConv:
 
     @property
     def linears(self) -> dict[str, tuple[str, ...]]:
-        """The checkpoint's modules that each linear layer is made of."""
         return {"in": (f"{self.name}.in_proj",), "out": (f"{self.name}.out_proj",)}
 
     @property
     def values_per_token(self) -> int:
-        """Intermediate values that a step has at once for each token, over all devices."""
         return 8 * self.num_heads * self.head_dim
 
     def indivisible(self, size: int) -> list[str]:
-        """The numbers that keep this part from being split over `size` devices."""
         return [f"{self.num_heads} parts of short convolutions"] if self.num_heads % size else []
-
-    def split(self, size: int) -> "ShortConv":
-        return self

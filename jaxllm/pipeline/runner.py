@@ -8,13 +8,11 @@ import jax
 import numpy as np
 
 from jaxllm.device_ops import DeviceOp
-from jaxllm.foreseen import Foreseen
+from jaxllm.foreseen import Foreseen, Needs
 from jaxllm.pipeline.lost_peers import LostPeers
 from jaxllm.pipeline.sampled_tokens import TokensOnDevices
 from jaxllm.pipeline.transfer import Transfer
-from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.request import PromptItem
 from jaxllm.runner.all_programs import AllPrograms
 from jaxllm.runner.batch import Batch
 from jaxllm.runner.heads import PendingPart
@@ -23,7 +21,6 @@ from jaxllm.runner.ops import PlanRunner
 from jaxllm.runner.pending import StepInFlight
 from jaxllm.runner.rows import Rows
 from jaxllm.runner.runner import ModelRunner
-from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 
 
@@ -152,10 +149,8 @@ class Stages(PlanRunner):
     def launch_seconds(self) -> float:
         return self.last.launch_seconds
 
-    def foresee(
-        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> Foreseen:
-        return self.last.foresee(params, pooling, items, is_masked=is_masked)
+    def foresee(self, needs: Needs) -> Foreseen:
+        return self.last.foresee(needs)
 
     def close(self) -> None:
         self.forget_tokens()

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import DeviceOp
-from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, StepLimit
+from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, Needs, StepLimit
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
@@ -24,9 +24,7 @@ from jaxllm.parallel.arrays import delete
 from jaxllm.parallel.exchange import make_exchange
 from jaxllm.parallel.shards import make_shards
 from jaxllm.parallel.topology import Topology
-from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import SILENT, Progress
-from jaxllm.request import PromptItem
 from jaxllm.runner import warm_up
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.batch import Batch, BatchBuilder
@@ -60,7 +58,6 @@ from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.runner.token_split import TokenSplit
 from jaxllm.runner.weights import Weights, WeightsSource
 from jaxllm.runner.weights_holder import WeightsHolder
-from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
 from jaxllm.worker_thread import WorkerThread
@@ -269,15 +266,13 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """Wait until the programs that a start waits for, or with `rare` all programs, are ready."""
         self.programs.wait([*self.shapes.start_keys(), *self.shapes.rare_keys()] if rare else self._start_keys, progress)
 
-    def foresee(
-        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> Foreseen:
+    def foresee(self, needs: Needs) -> Foreseen:
         """See Executor."""
         if not self.programs.is_warm or self._has_all_programs:
             return NOTHING_AWAITED
         if not self.programs.num_queued:
             self._has_all_programs = all(key in self.programs for key in self.shapes.all_keys())
-        wanted = self.shapes.wanted_by(params, pooling, items, is_masked=is_masked)
+        wanted = self.shapes.wanted_by(needs)
         found = self._awaited(wanted) if self._has_stand_ins else NOTHING_AWAITED
         if self.programs.num_queued:
             missing = [key for key in self.shapes.keys_of(wanted) if key not in self.programs]

@@ -38,7 +38,7 @@ def tightest(stages: Sequence[Stage]) -> MemoryPlan:
     return min((stage.plan for stage in stages), key=room)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunnerParts:
     """The parts of a runner."""
 
@@ -51,10 +51,10 @@ class RunnerParts:
     policy: KernelPolicy
     processors: tuple[Any, ...]
     times: StartTimes
-    store_of: Callable[[Stage, Mesh], ProgramStore | None]
+    store_of: "Callable[[RunnerParts, Stage, Mesh], ProgramStore | None]"
     """Where the programs of a stage are stored."""
-    drafter: Drafter | None = None
-    adaptation: Adaptation | None = None
+    drafter: Drafter | None
+    adaptation: Adaptation | None
     """The adaptation of the whole model."""
 
     def make(self, stage: Stage, mesh: Mesh, token_split: TokenSplit | None = None) -> ModelRunner:
@@ -70,7 +70,7 @@ class RunnerParts:
             self.processors,
             drafter=self.drafter,
             adaptation=None if self.adaptation is None else self.adaptation.of_stage(stage.model),
-            store=self.store_of(stage, mesh),
+            store=self.store_of(self, stage, mesh),
             times=self.times,
             token_split=token_split,
         )

@@ -11,12 +11,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.cache_spec import CacheArray, CacheLayout, StateArray
+from jaxllm.foreseen import Needs
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.across_hosts import spans_hosts
 from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.parallel.ranks import Ranks
-from jaxllm.pooling_params import PoolingParams
-from jaxllm.request import PromptItem
 from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.feature_inputs import FeatureInputs
 from jaxllm.runner.layout import Column, StepLayout
@@ -35,7 +34,6 @@ from jaxllm.runner.split_program import Lowered, Pieces, split
 from jaxllm.runner.step import StepFunctions
 from jaxllm.sampling.state import SamplingState
 from jaxllm.sampling.variants import Variant
-from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NO_ADAPTER
 from pallas_kernels import collectives
 from pallas_kernels.cache_write.bits import bits_type
@@ -161,11 +159,9 @@ class StepPrograms:
         others = (key for key in self.start_keys() if key not in first)
         return sorted(others, key=lambda key: (self.kind_of(key).draws and key.variant == Variant.GREEDY, key.size))
 
-    def wanted_by(
-        self, params: SamplingParams, pooling: PoolingParams | None, items: Sequence[PromptItem] = (), *, is_masked: bool
-    ) -> Wanted:
-        """The needs of such a request. items: of its prompt."""
-        wanted = Wanted.of(params, pooling, is_masked=is_masked, full_logprobs=self.full_logprobs)
+    def wanted_by(self, needs: Needs) -> Wanted:
+        """The programs that such a request needs."""
+        wanted, items = Wanted.of(needs, full_logprobs=self.full_logprobs), needs.items
         if not items:
             return wanted
         num_tokens = self.buckets.fit_tokens(min(items[-1].end, self.buckets.tokens[-1]))

@@ -11,7 +11,7 @@ import msgspec
 
 from jaxllm import log
 from jaxllm.config import EngineConfig
-from jaxllm.engine.prepare import resolve_sizes
+from jaxllm.engine.resolve import resolve_sizes
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.llm import LLM
 from jaxllm.measuring import trace

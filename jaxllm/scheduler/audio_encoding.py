@@ -6,15 +6,13 @@ from jaxllm.device_ops import AnyDeviceOp, EncodeAudio
 from jaxllm.encoder_sizes import MAX_STEP_CLIPS
 from jaxllm.errors import InvalidRequestError
 from jaxllm.request import PromptItem, Request
-from jaxllm.scheduler.admission import Fit
-from jaxllm.scheduler_stats import SchedulerStats
+from jaxllm.scheduler.admission import ChunkRoom
 
 
-class AudioEncoding:
-    """A ChunkRoom for audio at the beginning of prompts. What is encoded of a request lies with its row until it ends or is preempted."""
+class AudioEncoding(ChunkRoom):
+    """Audio at the beginning of prompts. What is encoded of a request lies with its row until it ends or is preempted."""
 
     item_kinds = ("audio",)
-    min_chunk = 1
 
     def __init__(self, payload_bytes: int):
         """payload_bytes: those of every clip."""
@@ -25,7 +23,6 @@ class AudioEncoding:
         """Requests whose audio complete plans have encoded."""
 
     def check(self, item: PromptItem) -> None:
-        """See ChunkRoom."""
         if item.position or len(item.payload) != self._payload_bytes:
             raise InvalidRequestError(
                 f"the audio at position {item.position} has {len(item.payload)} bytes of features; it must be at position 0 with "
@@ -33,24 +30,14 @@ class AudioEncoding:
                 "prompt",
             )
 
-    def fits(self, request: Request) -> Fit:
-        """Always: `limit` decides when its first step is."""
-        return Fit.NOW
-
-    def take(self, request: Request) -> None:
-        """See AdmissionRoom."""
-
     def release(self, request: Request) -> None:
-        """See AdmissionRoom."""
         self._granted.discard(request)
         self._encoded.discard(request)
 
     def begin_step(self, *, decodes: bool) -> None:
-        """See ChunkRoom."""
         self._granted.clear()
 
     def limit(self, request: Request, start: int, count: int) -> int:
-        """See ChunkRoom."""
         if request in self._encoded or not request.spec.items:
             return count
         if len(self._granted) == MAX_STEP_CLIPS:
@@ -59,31 +46,17 @@ class AudioEncoding:
         return count
 
     def ops(self, request: Request, start: int, count: int) -> list[AnyDeviceOp]:
-        """See ChunkRoom."""
         if request not in self._granted:
             return []
         self._granted.remove(request)
         self._encoded.add(request)
         return [EncodeAudio(0, request.request_id, item.payload) for item in request.spec.items]
 
-    def step_ops(self) -> list[AnyDeviceOp]:
-        """There are none."""
-        return []
-
-    def is_begun(self, request: Request) -> bool:
-        """Never: clips are encoded whole."""
-        return False
-
     def forget(self) -> None:
-        """See ChunkRoom."""
         assert not self._encoded, "a request computes"
         self._granted.clear()
 
-    def add_stats(self, stats: SchedulerStats) -> None:
-        """There are none: each request encodes once, and waits for no room but a step's."""
-
     def check_integrity(self, requests: Collection[Request]) -> None:
-        """See ChunkRoom."""
         assert self._granted | self._encoded <= {*requests}, "a request that ended has audio"
         assert not self._granted & self._encoded, "audio of a request is encoded twice"
         for request in requests:

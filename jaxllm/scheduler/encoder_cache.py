@@ -13,7 +13,7 @@ from jaxllm.device_ops import AnyDeviceOp, EncodeItem, EncodeParts, UseItem
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.errors import InvalidRequestError
 from jaxllm.request import PromptItem, Request
-from jaxllm.scheduler.admission import Fit
+from jaxllm.scheduler.admission import ChunkRoom
 from jaxllm.scheduler_stats import SchedulerStats
 
 
@@ -35,8 +35,8 @@ class _Entry:
     """Requests that compute tokens of it, and whether a complete plan does."""
 
 
-class EncoderCache:
-    """A ChunkRoom for the kinds of items that an encoder computes.
+class EncoderCache(ChunkRoom):
+    """Pages and budgets for the kinds of items that an encoder computes.
 
     Of the requests of a step, the first that finds no budget or no pages ends encoding for this step, so that none waits for ever while
     others that need less go ahead.
@@ -68,7 +68,6 @@ class EncoderCache:
     # Admission
 
     def check(self, item: PromptItem) -> None:
-        """See ChunkRoom."""
         num_patches, most = self._num_patches_of(item), self._sizes.max_item_patches
         if num_patches > most:
             raise InvalidRequestError(
@@ -83,15 +82,7 @@ class EncoderCache:
                 "prompt",
             )
 
-    def fits(self, request: Request) -> Fit:
-        """Always: `limit` decides for each chunk."""
-        return Fit.NOW
-
-    def take(self, request: Request) -> None:
-        """See AdmissionRoom."""
-
     def release(self, request: Request) -> None:
-        """See AdmissionRoom."""
         if request.spec.items:
             for name, entry in [*self._in_use.items()]:
                 if entry.users.pop(request, None) is not None:
@@ -100,7 +91,6 @@ class EncoderCache:
     # Steps
 
     def begin_step(self, *, decodes: bool) -> None:
-        """See ChunkRoom."""
         for name, entry in [*self._in_use.items()]:
             entry.users = {user: True for user, is_planned in entry.users.items() if is_planned and _is_inside(user, name)}
             self._settle(name, entry)
@@ -117,7 +107,6 @@ class EncoderCache:
                 self._unused[name] = self._begun.pop(name)
 
     def limit(self, request: Request, start: int, count: int) -> int:
-        """See ChunkRoom."""
         end = start + count
         for item in self._items(request, start, end):
             if (self._whole_tokens and item.end > end) or not self._grant(request, item):
@@ -172,7 +161,6 @@ class EncoderCache:
         return [self._free.pop() for _ in range(count)]
 
     def ops(self, request: Request, start: int, count: int) -> list[AnyDeviceOp]:
-        """See ChunkRoom."""
         ops: list[AnyDeviceOp] = []
         for item in self._items(request, start, start + count):
             entry = self._in_use[item.content_hash]
@@ -188,12 +176,10 @@ class EncoderCache:
         return ops
 
     def step_ops(self) -> list[AnyDeviceOp]:
-        """See ChunkRoom."""
         ops, self._step_ops = self._step_ops, []
         return ops
 
     def is_begun(self, request: Request) -> bool:
-        """See ChunkRoom."""
         return any(item.content_hash in self._begun for item in request.spec.items)
 
     def _settle(self, name: bytes, entry: _Entry) -> None:
@@ -208,7 +194,6 @@ class EncoderCache:
             self._unused[name] = entry
 
     def forget(self) -> None:
-        """See ChunkRoom."""
         entries = self._entries()
         assert all(request.status is request.waiting_status for entry in entries for request in entry.users), (
             "a request computes"
@@ -238,7 +223,6 @@ class EncoderCache:
     # Statistics and checks
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """See ChunkRoom."""
         stats.num_item_pages += self._sizes.num_pages
         stats.num_used_item_pages += sum(len(entry.pages) for entry in self._in_use.values())
         stats.item_cache_queries += self._num_queries
@@ -247,7 +231,6 @@ class EncoderCache:
         stats.num_encoded_patches += self._num_encoded_patches
 
     def check_integrity(self, requests: Collection[Request]) -> None:
-        """See ChunkRoom."""
         entries = self._entries()
         pages = [*self._free, *(page for entry in entries for page in entry.pages)]
         assert sorted(pages) == list(range(self._sizes.num_pages)), "a page is lost, or belongs to two items"

@@ -20,8 +20,8 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
     ids = sorted(request.request_id for request in [*scheduler.running, *waiting])
     assert ids == sorted(scheduler.requests), "a request is neither running nor waiting nor held, or twice"
     assert all(scheduler.requests[request.request_id] is request for request in [*scheduler.running, *waiting])
-    assert len(scheduler.running) <= scheduler.max_num_seqs, (
-        f"{len(scheduler.running)} requests run, at most {scheduler.max_num_seqs} may"
+    assert len(scheduler.running) <= scheduler.limits.max_num_seqs, (
+        f"{len(scheduler.running)} requests run, at most {scheduler.limits.max_num_seqs} may"
     )
     for room in scheduler.chunk_rooms:
         room.check_integrity(scheduler.requests.values())
@@ -31,9 +31,7 @@ def check_integrity(scheduler: "Scheduler", in_flight: Iterable[list[Share]]) ->
         for request, num_samples, row in shares:
             samples[request] = samples.get(request, 0) + num_samples
             drafts[request] = drafts.get(request, 0) + row.num_drafts
-    loading = set[Request]()
-    if scheduler.cache_manager.loading is not None:
-        loading.update(request for request, _ in scheduler.cache_manager.loading.holders())
+    loading = {request for request, _ in scheduler.cache_manager.loading.holders()}
     assert loading <= set(scheduler.waiting), "blocks arrive for a request that does not wait"
     for request in waiting:
         assert request.status is request.waiting_status or request in loading

@@ -109,11 +109,9 @@ class KVCacheManager:
         self.states = PrefixStates(num_state_blocks, self.block_size)
         self._lookups = self._lookups_in(self.pool.is_cached)
         self._tables: dict[str, _BlockTable] = {}
-        self._store_filter = StoreFilter.of(options, self.block_size) if tiers and self.enable_prefix_caching else None
-        self.loading: Loading | None = None
-        if self._store_filter is not None:
-            self.loading = Loading(self, tiers, self._store_filter, stores_cold=not num_state_blocks)
-        """Loads blocks from tiers, if there are any."""
+        tiers = tiers if self.enable_prefix_caching else ()
+        self._store_filter = StoreFilter.of(options, self.block_size) if tiers else None
+        self.loading = Loading(self, tiers, self._store_filter, stores_cold=not num_state_blocks)
 
     def _lookups_in(self, is_cached: Callable[[bytes], bool]) -> _Lookups:
         """For each policy, whether a block is there in all groups of that policy."""
@@ -319,7 +317,7 @@ class KVCacheManager:
             return
         self._publish(request, table, num_valid_tokens)
         first_wrong = max(table.num_shared, num_valid_tokens // self.block_size)
-        if self.loading is not None and first_wrong < table.num_published:
+        if first_wrong < table.num_published:
             wrong = request.block_hashes[first_wrong : table.num_published]
             self.loading.discard([name + suffix for name in wrong for suffix in self._suffixes])
         for index in range(first_wrong, table.num_published):
@@ -377,8 +375,7 @@ class KVCacheManager:
         for name in names:
             while (block := self.pool.find(name)) is not None:
                 self.pool.forget(block)
-        if self.loading is not None:
-            self.loading.discard(names)
+        self.loading.discard(names)
 
     def _publish(self, request: Request, table: _BlockTable, num_tokens: int) -> None:
         """Add the blocks filled by the first `num_tokens` to the prefix cache, as far as their tokens are known."""
@@ -392,9 +389,8 @@ class KVCacheManager:
                         observer.stored(name, request, index)
                     if self._store_filter is not None:
                         self._store_filter.note_computed(request, index, block)
-        if self.loading is not None:
-            new = range(table.num_published, num_full)
-            self._keep(request, (group.blocks[index] for index in new for group in table.groups if index >= group.num_expired))
+        new = range(table.num_published, num_full)
+        self._keep(request, (group.blocks[index] for index in new for group in table.groups if index >= group.num_expired))
         table.num_published = max(table.num_published, num_full)
 
     def publish_loaded(self, request: Request, loaded: Iterable[tuple[KVCacheBlock, bytes]]) -> None:
@@ -407,7 +403,7 @@ class KVCacheManager:
 
     def _keep(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
         """Store blocks of a request that another engine continues."""
-        if self.loading is not None and request.is_kept_for_decode:
+        if request.is_kept_for_decode:
             self.loading.keeping.keep([block.block_hash for block in blocks if block.block_hash is not None])
 
     def reset_prefix_cache(self) -> bool:
@@ -445,9 +441,8 @@ class KVCacheManager:
                         assert content.setdefault(block.block_id, (index, name)) == (index, name), f"{block} is shared wrongly"
                     else:
                         assert block.block_hash is None and block.ref_count == 1, f"{block} is shared before it is full"
-        if self.loading is not None:
-            self.loading.check_integrity()
-            for _, held_blocks in self.loading.holders():
-                for block in held_blocks:
-                    uses[block.block_id] += 1
+        self.loading.check_integrity()
+        for _, held_blocks in self.loading.holders():
+            for block in held_blocks:
+                uses[block.block_id] += 1
         assert uses == [block.ref_count for block in self.pool.blocks], "reference counts differ from the tables"

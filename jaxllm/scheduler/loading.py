@@ -34,12 +34,12 @@ class Loading:
         self,
         manager: "KVCacheManager",
         tiers: Sequence[CacheTier],
-        store_filter: StoreFilter,
+        store_filter: StoreFilter | None = None,
         *,
         stores_cold: bool = True,
     ):
-        """store_filter: see Storing. stores_cold: whether tiers are offered what leaves the pool, in addition to what they keep for other
-        engines."""
+        """tiers: none if blocks are in the pool alone; then nothing is loaded. store_filter: see Storing. stores_cold: whether tiers are
+        offered what leaves the pool, in addition to what they keep for other engines."""
         self._manager, self._tiers = manager, tiers
         self._storing = Storing(manager.pool, tiers if stores_cold else (), store_filter)
         self.keeping = Keeping(manager, tiers)
@@ -50,11 +50,15 @@ class Loading:
         """Names of contents that a load brings."""
         self._ops: list[AnyDeviceOp] = []
         """Operations of the step that is being planned."""
-        self._load_blocks = min(tier.load_blocks for tier in tiers)
-        self._patience_seconds = max(tier.patience_seconds for tier in tiers)
+        self._load_blocks = min((tier.load_blocks for tier in tiers), default=0)
+        self._patience_seconds = max((tier.patience_seconds for tier in tiers), default=0.0)
         self._seconds = 0.0
         """Time in which steps were planned, one shortly after the other."""
         self._step_at = time.monotonic()
+
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self._tiers)
 
     # Steps
 
@@ -92,6 +96,8 @@ class Loading:
 
     def take_ops(self) -> list[AnyDeviceOp]:
         """Take the operations for tiers in the step that is being planned, once it is."""
+        if not self._tiers:
+            return []
         self._ops += self._storing.end_step()
         # Those that begin copies at once come before those whose programs take the host's time to launch.
         ops = [op for tier in self._tiers for op in tier.end_step()] if self._loads else []
@@ -126,7 +132,7 @@ class Loading:
         free blocks for all of it in addition to the reserved ones. Returns whether it must wait: also without a load, if there are too few
         blocks and another engine computes it meanwhile."""
         manager, pool = self._manager, self._manager.pool
-        if not request.loads_blocks or not manager.reads_cache(request):
+        if not self._tiers or not request.loads_blocks or not manager.reads_cache(request):
             return False
         names = self._names_worth_loading(request, num_cached_tokens)
         if not names:

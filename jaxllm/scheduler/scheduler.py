@@ -16,292 +16,31 @@ from functools import partial
 import msgspec
 
 from jaxllm.cache_events import CacheEvents
-from jaxllm.cache_policy import FULL, CachePolicy
-from jaxllm.config import CacheOptions, SchedulerOptions
 from jaxllm.device_ops import AnyDeviceOp
-from jaxllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
-from jaxllm.request import ErrorKind, Request, RequestStatus
-from jaxllm.scheduler.admission import AdmissionRoom, ChunkRoom, Fit, fit_all, limit_all
-from jaxllm.scheduler.block_hash import block_hasher
+from jaxllm.request import Request, RequestStatus
+from jaxllm.scheduler.admission import Fit, fit_all, limit_all
 from jaxllm.scheduler.cache_events import EventCollector, keys_of
-from jaxllm.scheduler.cache_observer import CacheObserver
-from jaxllm.scheduler.cache_tier import CacheTier
-from jaxllm.scheduler.deadlines import Deadlines, describe_expiry
-from jaxllm.scheduler.draft_control import DraftControl
 from jaxllm.scheduler.errors import PlanError, UpdateError
 from jaxllm.scheduler.fair_queue import FairQueue
 from jaxllm.scheduler.integrity import check_integrity
-from jaxllm.scheduler.kv_cache_manager import CachedPrefix, KVCacheManager
-from jaxllm.scheduler.limits import check_items, check_options, check_room, check_servable
-from jaxllm.scheduler.loading import Loading
+from jaxllm.scheduler.kv_cache_manager import CachedPrefix
 from jaxllm.scheduler.refusal import Refusal
-from jaxllm.scheduler.results import Share, last_output, take_in
+from jaxllm.scheduler.requests import ScheduledRequests
+from jaxllm.scheduler.results import Share, take_in
 from jaxllm.scheduler.scheduling_policies import Turns, choose_victim, make_waiting_queue
-from jaxllm.scheduler.state_checkpoints import StateCheckpoints
-from jaxllm.scheduler.totals import Totals
 from jaxllm.scheduler.unwritten import readers_of_unwritten, readers_of_wrong
 from jaxllm.scheduler_output import NO_ADAPTER, ModelRunnerOutput, NewRequestData, RowStep, SchedulerOutput
 from jaxllm.scheduler_stats import SchedulerStats
 
-_COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
 
-
-class Scheduler:
+class Scheduler(ScheduledRequests):
     """Schedules running requests first, then waiting ones, within a budget of tokens per step. Preempts when blocks run out."""
 
-    def __init__(
-        self,
-        options: SchedulerOptions,
-        cache: CacheOptions,
-        *,
-        num_blocks: int,
-        max_model_len: int,
-        policies: Sequence[CachePolicy] = (FULL,),
-        drafts: DraftControl | None = None,
-        rooms: Sequence[AdmissionRoom] = (),
-        num_stages: int = 1,
-        block_size: int | None = None,
-        tiers: Sequence[CacheTier] = (),
-        observer: CacheObserver | None = None,
-        num_state_blocks: int = 0,
-    ):
-        """policies: one for each group of layers with separate block tables. drafts: how many each request gets; None: none.
-        rooms: needs of a request other than blocks. num_stages: so many steps in a row are of different requests, because
-        the first stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over
-        all devices that split it; None: the option's. tiers: where blocks are kept outside the pool. observer: is told what the
-        pool has. num_state_blocks: see KVCacheManager; 0: no states by row are kept."""
-        block_size = block_size or cache.block_size
-        check_options(options, max_model_len)
-        assert options.max_num_seqs is not None and options.max_num_batched_tokens is not None
-        self.options = options
-        self.max_model_len = max_model_len
-        self.max_num_seqs = options.max_num_seqs
-        self.max_num_batched_tokens = options.max_num_batched_tokens
-        self.max_num_prefill_tokens = options.max_step_tokens
-        self._divisor = 1
-        """See `limit_steps`, and `limit_tokens` for the next one."""
-        self._most_tokens_of_step: int | None = None
-        self.drafts = drafts
-        self._states: StateCheckpoints | None = None
-        if num_state_blocks and cache.enable_prefix_caching:
-            interval = -(-cache.prefix_cache_retention_interval // block_size) * block_size
-            self._states = StateCheckpoints(lambda: self.cache_manager, interval, stores=options.enable_chunked_prefill)
-        self.rooms = rooms = rooms if self._states is None else (self._states, *rooms)
-        self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
-        self._min_chunk = max((room.min_chunk for room in self.chunk_rooms), default=1)
-        if any(room.item_kinds for room in self.chunk_rooms) and not options.enable_chunked_prefill:
-            raise ConfigError("enable_chunked_prefill is off, but prompts with items are computed in chunks; leave it on")
-        assert self._min_chunk <= self.max_num_batched_tokens
-        self.num_stages = num_stages
-        self._new_cache_manager = partial(
-            KVCacheManager,
-            cache,
-            num_blocks,
-            block_size=block_size,
-            policies=policies,
-            max_step_tokens=options.max_step_tokens,
-            num_lookahead=0 if drafts is None else drafts.num_lookahead,
-            tiers=tiers,
-            observer=observer,
-            num_state_blocks=num_state_blocks,
-        )
-        self.cache_manager = self._new_cache_manager()
-        self.running: list[Request] = []
-        """Running requests in order of admission."""
-        self.waiting = make_waiting_queue(options.scheduling_policy)
-        self._turns = Turns() if options.scheduling_policy == "fair" else None
-        self.held: dict[str, Request] = {}
-        """Requests that are neither running nor waiting until `release_requests`."""
-        self.requests: dict[str, Request] = {}
-        """All unfinished requests by id."""
-        self._deadlines = Deadlines()
-        self._num_left_waiting = 0
-        """Requests that did not fit into the latest step."""
-        self._num_deferred = 0
-        """Requests among them that need something else than a place: `Fit.LATER`."""
-        self._extend_hashes = block_hasher(block_size, cache.prefix_caching_hash_algo) if cache.enable_prefix_caching else None
-        self._num_watermark_blocks = int(options.watermark * num_blocks)
-        self._in_flight: dict[int, list[Share]] = {}
-        self._prompt_tokens_of: dict[int, int] = {}
-        """Tokens of each step in flight, without one for each row and without drafts."""
-        self._step_id = self._done_step_id = 0
-        self._finished_ids: list[str] = []
-        self._preempted_ids: list[str] = []
-        self._refusal: Refusal | None = None
-        self._totals = Totals()
-        self._max_concurrency = self.cache_manager.pool.num_usable_blocks / self.cache_manager.num_blocks_for(max_model_len)
-
-    # Requests come and go
-
-    def add_request(self, request: Request) -> None:
-        """Add a request to the waiting queue.
-
-        Raises InvalidRequestError if it can never be served, OverloadedError if the queue is full.
-        """
-        if request.request_id in self.requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
-        check_servable(request, self.cache_manager, self.max_model_len)
-        if request.spec.items:
-            check_items(request, self.chunk_rooms)
-        # Requests added since the latest step can still get a seat, if that step left no request waiting for one.
-        has_seats = self.num_left_waiting <= self._num_deferred
-        num_seats = self.max_num_seqs - len(self.running) if has_seats else 0
-        try:
-            check_room(request, self.waiting, self.requests.values(), self.options, num_seats)
-        except OverloadedError as error:
-            self._totals.num_rejected[error.limit] += 1
-            raise
-        if request.pooling_params is None:
-            request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
-        if self._extend_hashes is not None:
-            request.extend_hashes = self._extend_hashes
-            self._extend_hashes(request)
-        request.queued_at = time.monotonic()
-        self.requests[request.request_id] = request
-        self.waiting.add(request)
-        self._deadlines.add(request, request.queued_at)
-
-    def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of a new request that the prefix cache has, as far as it may read them. Changes nothing."""
-        if self._extend_hashes is not None:
-            request.extend_hashes = self._extend_hashes
-            self._extend_hashes(request)
-        return self.cache_manager.get_computed_blocks(request).num_computed_tokens
-
-    @property
-    def num_left_waiting(self) -> int:
-        """Requests that did not fit into the latest step and still wait."""
-        return min(self._num_left_waiting, len(self.waiting))
-
-    def has_room_for(self, request: Request) -> bool:
-        """Whether a request that waits elsewhere could be admitted here in the next step, as far as that is known before it."""
-        has_seat = len(self.running) + len(self.waiting) < self.max_num_seqs
-        num_blocks = self.cache_manager.num_blocks_for(request.num_tokens) + self._num_watermark_blocks
-        return has_seat and num_blocks <= self.cache_manager.pool.num_free_blocks and fit_all(self.rooms, request) is Fit.NOW
-
-    def computes_for(self, request: Request) -> bool:
-        """Whether steps compute an item that a waiting request waits for."""
-        return any(room.is_begun(request) for room in self.chunk_rooms)
-
-    def hand_over(self, request: Request, other: "Scheduler") -> None:
-        """Let another scheduler of the same options have a request that waits and was never admitted."""
-        self.waiting.remove(request)
-        del self.requests[request.request_id]
-        self._num_left_waiting -= 1
-        other.requests[request.request_id] = request
-        other.waiting.add(request)
-        other._deadlines.add(request, request.queued_at)
-
-    def hold_requests(self, request_ids: Iterable[str]) -> None:
-        """Give the places and blocks of requests to others until they are released; their tokens in flight still come. Ignores ids that
-        are unknown or held."""
-        held = [self.requests[name] for name in request_ids if name in self.requests and name not in self.held]
-        running = {request.request_id for request in held if request.status == RequestStatus.RUNNING}
-        self.running = [request for request in self.running if request.request_id not in running]
-        for request in held:
-            self.held[request.request_id] = request
-            if request.request_id in running:
-                self._vacate(request)
-            else:
-                self._end_load(request)
-                self.waiting.remove(request)
-
-    def release_requests(self, request_ids: Iterable[str]) -> None:
-        """Let held requests wait for a place again, first in line if they had one. Ignores ids that are not held."""
-        for request in [self.held.pop(name) for name in request_ids if name in self.held]:
-            (self.waiting.put_back if request.status == RequestStatus.PREEMPTED else self.waiting.add)(request)
-
-    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[str]:
-        """End requests from outside (abort, stop string, failure); drop late tokens. Returns the ids that were unfinished."""
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        return [request.request_id for request in self._end(ids, status)]
-
-    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests on the engine's initiative. Returns the outputs of those that were unfinished."""
-        return [last_output(request) for request in self._end(request_ids, RequestStatus.FINISHED_ABORTED)]
-
-    def fail_requests(self, request_ids: Iterable[str], kind: ErrorKind, message: str) -> list[EngineCoreOutput]:
-        """End requests with an error. Returns the outputs of those that were unfinished."""
-        failed = self._end(request_ids, RequestStatus.FINISHED_ERROR)
-        for request in failed:
-            request.stop_reason, request.error_kind = message, kind
-        return [last_output(request) for request in failed]
-
-    def _end(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
-        ended = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
-        for request in ended:
-            self._finish(request, status)
-        if ended:
-            self._drop_finished_from_running()
-        return ended
-
-    def fail_expired(self) -> list[EngineCoreOutput]:
-        """End the requests that exceeded a deadline. Returns their outputs."""
-        expired = self._deadlines.expired(time.monotonic()) if len(self._deadlines) else ()
-        for request, kind in expired:
-            request.error_kind = kind
-        failed = (self.fail_requests([request.request_id], kind, describe_expiry(request, kind)) for request, kind in expired)
-        return [output for outputs in failed for output in outputs]
-
-    def _finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request. The caller removes it from `running`, for all ended requests at once."""
-        if request.status == RequestStatus.RUNNING:
-            # After an error, keep nothing that the request computed in the prefix cache; a request that took too long computed it right.
-            is_wrong = status == RequestStatus.FINISHED_ERROR and request.error_kind is not ErrorKind.TIMEOUT
-            num_valid = 0 if is_wrong else request.num_computed_tokens
-            self.cache_manager.free(request, num_valid)
-        elif self.held.pop(request.request_id, None) is None:
-            self._end_load(request)
-            self.waiting.remove(request)
-        request.status = status
-        if request.is_kept_for_decode and self.cache_manager.loading is not None:
-            if status in _COMPLETED:
-                request.kv_transfer_params = self.cache_manager.loading.keeping.hand_over(request)
-            else:
-                self.cache_manager.loading.keeping.withdraw(request)
-        self.waiting.note_end(request)
-        self._release(request)
-        self._totals.num_not_finite += request.error_kind is ErrorKind.NOT_FINITE
-        del self.requests[request.request_id]
-        self._finished_ids.append(request.request_id)
-        if self.drafts is not None:
-            self.drafts.forget(request.request_id)
-
-    def _end_load(self, request: Request) -> None:
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.end(request)
-
-    def _release(self, request: Request) -> None:
-        for room in self.rooms:
-            room.release(request)
-
-    def _drop_finished_from_running(self) -> None:
-        self.running = [request for request in self.running if not request.status.is_finished]
-        self._deadlines.prune(len(self.requests))
-
-    def has_requests(self) -> bool:
-        """Whether any request runs or waits, or steps must store blocks of one that has ended."""
-        loading = self.cache_manager.loading
-        return len(self.requests) > len(self.held) or (loading is not None and loading.keeping.is_keeping)
-
-    @property
-    def finished_ids(self) -> list[str]:
-        """Requests that ended and whose rows the next step will free."""
-        return [*self._finished_ids, *self._preempted_ids]
+    _refusal: Refusal | None = None
 
     # Planning a step
-
-    @property
-    def num_contenders(self) -> int:
-        """Most requests that the next step may have."""
-        return min(len(self.running) + len(self.waiting), self.max_num_seqs)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether a running request is past its prompt."""
-        return any(map(_decodes, self.running))
 
     def schedule(
         self, *, masked_wait: bool = False, most_drafts: int | None = None, others_decode: bool = False
@@ -314,24 +53,19 @@ class Scheduler:
         requests, which may have the same ids.
         Raises PlanError on failure; `start_over` must follow.
         """
-        num_unfinished = len(self.requests)
-        cap = self.max_num_prefill_tokens
-        # A single request may take the whole step.
-        if self.options.long_prefill_token_threshold and num_unfinished > 1:
-            cap = self.options.long_prefill_token_threshold
-            if self.options.long_prefill_token_threshold_adaptive:
-                cap = max(cap, self.max_num_batched_tokens // num_unfinished)
-            cap = max(cap, self._min_chunk)
+        cap = self.limits.chunk(len(self.requests))
         if self._turns is not None and self.num_left_waiting:
             self._give_way(self._turns)
         if self.chunk_rooms:
             decodes = others_decode or self.decodes
             for room in self.chunk_rooms:
                 room.begin_step(decodes=decodes)
-        if self.cache_manager.loading is not None:
-            loading = self.cache_manager.loading
+        loading = self.cache_manager.loading
+        if loading.has_tiers:
             decodes = loading.is_loading and self.decodes
-            loading.begin_step(self._step_id + 1, self._done_step_id, others_run=bool(self.running), decodes=decodes)
+            loading.begin_step(
+                self._in_flight.latest_id + 1, self._in_flight.done_id, others_run=bool(self.running), decodes=decodes
+            )
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders, self.running)
@@ -341,8 +75,9 @@ class Scheduler:
         self._num_deferred = 0
         # A step never both preempts and admits: the admitted request would be preempted next.
         if self.waiting and self._totals.num_preemptions == num_preemptions:
-            if self.cache_manager.loading is not None:
-                self._continue_loads(self.cache_manager.loading, shares)
+            if loading.is_loading:
+                num_watermark = self._num_watermark_blocks if self.running else 0
+                loading.go_on(self._num_promised(shares) + num_watermark, others_run=bool(self.running))
             if budget > 0:
                 new_requests = self._schedule_waiting(shares, cap, budget)
         self._num_left_waiting = len(self.waiting)
@@ -350,10 +85,10 @@ class Scheduler:
 
     def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
-        budget = self.max_num_batched_tokens
+        budget = self.limits.max_num_batched_tokens
         allocate_slots, running, chunk_rooms = self.cache_manager.allocate_slots, self.running, self.chunk_rooms
         loading = self.cache_manager.loading
-        run_ahead, latest_step = self.options.async_scheduling, self._step_id + 1 - self.num_stages
+        run_ahead, latest_step = self.options.async_scheduling, self._in_flight.latest_id + 1 - self.num_stages
         num_decodes, most_decodes = 0, -(-len(running) // self.num_stages)
         shares: list[Share] = []
         index = 0
@@ -389,7 +124,7 @@ class Scheduler:
                     if num_drafts:
                         num_drafts, num_tokens, num_wanted = 0, 1, 1
                         continue
-                    if loading is not None and loading.end_latest():
+                    if loading.end_latest():
                         continue  # it loses copies alone
                     victim_index = choose_victim(self.options.scheduling_policy, running)
                     victim = running.pop(victim_index)
@@ -411,8 +146,8 @@ class Scheduler:
 
     def _most_tokens(self, num_wanted: int) -> int:
         """Most tokens of a step whose first request is to compute so many: more for a long prompt, if no request decodes."""
-        is_long = num_wanted > self.max_num_batched_tokens
-        return self.max_num_prefill_tokens if is_long and not self.decodes else self.max_num_batched_tokens
+        is_long = num_wanted > self.limits.max_num_batched_tokens
+        return self.limits.max_num_prefill_tokens if is_long and not self.decodes else self.limits.max_num_batched_tokens
 
     def _num_drafts(self, request: Request, most: int) -> int:
         """Number of drafts that the request computes behind its last token, at most `most`."""
@@ -435,31 +170,13 @@ class Scheduler:
             return
         if (fit := fit_all(self.rooms, request)) is Fit.LATER:
             return
-        by_rows = len(self.running) >= self.max_num_seqs or fit is Fit.IN_TURN
+        by_rows = len(self.running) >= self.limits.max_num_seqs or fit is Fit.IN_TURN
         index = turns.choose(request, self.running, by_rows=by_rows)
         if index is not None:
             victim = self.running.pop(index)
             self._vacate(victim)
             assert isinstance(self.waiting, FairQueue)
             self.waiting.give_way(victim)
-
-    def _preempt(self, request: Request) -> None:
-        """Return a request that left `running` to the waiting queue."""
-        self._vacate(request)
-        self.waiting.put_back(request)
-
-    def _vacate(self, request: Request) -> None:
-        """Free the blocks of a request that left `running`. It is recomputed after readmission.
-
-        Its placeholders stay: tokens in flight remain valid, and the request is not readmitted before they arrive.
-        """
-        self.cache_manager.free(request, request.num_computed_tokens)
-        request.status = RequestStatus.PREEMPTED
-        self._release(request)
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self._totals.num_preemptions += 1
-        self._preempted_ids.append(request.request_id)
 
     def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> list[NewRequestData]:
         """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`."""
@@ -469,7 +186,7 @@ class Scheduler:
         new_requests: list[NewRequestData] = []
         skipped: list[Request] = []
         try:
-            while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
                 request = self.waiting.peek()
                 if request.num_output_placeholders:
                     break  # preempted, with tokens in flight: later requests must not take the blocks that it freed
@@ -480,11 +197,10 @@ class Scheduler:
                     self._num_deferred += 1
                     skipped.append(self.waiting.pop())
                     continue
-                if loading is not None:
-                    if loading.is_under_way(request):
-                        skipped.append(self.waiting.pop())
-                        continue
-                    loading.end(request)
+                if loading.is_under_way(request):
+                    skipped.append(self.waiting.pop())
+                    continue
+                loading.end(request)
                 num_reserved = self._num_reserved(num_promised)
                 num_spare = manager.pool.num_free_blocks - num_reserved
                 if self._still_refused(request, num_spare):
@@ -492,7 +208,7 @@ class Scheduler:
                 prefix = manager.get_computed_blocks(request)
                 if self._states is not None:
                     self._states.begin(request, prefix)
-                if loading is not None and loading.begin(request, prefix.num_cached_tokens, num_reserved):
+                if loading.begin(request, prefix.num_cached_tokens, num_reserved):
                     self._refusal = None  # the load can be ended for the request that was refused
                     skipped.append(self.waiting.pop())
                     continue
@@ -506,13 +222,13 @@ class Scheduler:
                 if self.chunk_rooms and prefix.num_computed_tokens < request.num_prompt_tokens:
                     num_tokens = limit_all(self.chunk_rooms, request, prefix.num_computed_tokens, num_tokens)
                     if not num_tokens:
-                        if budget < self._min_chunk:
+                        if budget < self.limits.min_chunk:
                             break  # running requests take too much: those behind it would take it for ever
                         skipped.append(self.waiting.pop())
                         continue
                 allocate = partial(manager.allocate_slots, request, num_tokens, prefix, whole_sequence_must_fit=whole)
                 new_block_ids = allocate(num_reserved_blocks=num_reserved)
-                while new_block_ids is None and loading is not None and loading.end_latest(but=skipped):
+                while new_block_ids is None and loading.end_latest(but=skipped):
                     new_block_ids = allocate(num_reserved_blocks=self._num_reserved(num_promised))
                 if new_block_ids is None:
                     if whole:  # otherwise its need also depends on the step's budget
@@ -531,16 +247,11 @@ class Scheduler:
             self.waiting.put_back(request)
         return new_requests
 
-    def _continue_loads(self, loading: Loading, shares: list[Share]) -> None:
-        """Load more blocks of the requests that wait for some."""
-        num_watermark = self._num_watermark_blocks if self.running else 0
-        loading.go_on(self._num_promised(shares) + num_watermark, others_run=bool(self.running))
-
     def _num_reserved(self, num_promised: int) -> int:
         """Free blocks that a request must leave to admitted prompts, to loads, and to those that run."""
-        loading = self.cache_manager.loading
-        num_loading = 0 if loading is None else loading.num_blocks_to_come
-        return num_promised + num_loading + (self._num_watermark_blocks if self.running else 0)
+        return (
+            num_promised + self.cache_manager.loading.num_blocks_to_come + (self._num_watermark_blocks if self.running else 0)
+        )
 
     def _num_promised(self, shares: Iterable[Share]) -> int:
         """Blocks that admitted prompts have yet to allocate: they count as used."""
@@ -581,13 +292,13 @@ class Scheduler:
         """Update a request once the plan that admits it is complete."""
         if self.cache_manager.reads_cache(request):
             self._totals.note_prefix(request, data)
-            if self.cache_manager.loading is not None:
+            if self.cache_manager.loading.has_tiers:
                 self._totals.note_loaded(request, data, self.cache_manager.block_size)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = data.num_cached_tokens
             request.scheduled_at = time.monotonic()
         request.num_computed_tokens = data.num_computed_tokens
-        request.admission_step_id = self._step_id + 1
+        request.admission_step_id = self._in_flight.latest_id + 1
         request.status = RequestStatus.RUNNING
 
     def _commit(self, shares: list[Share], new_requests: list[NewRequestData], most_drafts: int) -> SchedulerOutput:
@@ -595,7 +306,7 @@ class Scheduler:
         num_known = len(shares) - len(new_requests)
         for (request, _, _), data in zip(shares[num_known:], new_requests, strict=True):
             self._note_admission(request, data)
-        num_step_tokens, num_step_drafts = 0, 0
+        num_step_tokens, num_step_drafts, step_id = 0, 0, self._in_flight.latest_id + 1
         has_drafts = most_drafts > 0 or (self.drafts is not None and self.drafts.fits_rows)
         masked_ids: list[str] = []
         for request, num_samples, (_, _, count, num_drafts, _) in shares:
@@ -604,27 +315,26 @@ class Scheduler:
             num_step_tokens += count
             request.num_computed_tokens += count
             request.num_output_placeholders += num_samples
-            request.last_step_id = self._step_id + 1
+            request.last_step_id = step_id
             request.may_have_drafts = num_samples > 0 and has_drafts
             if num_drafts:
                 request.num_drafts_in_flight += num_drafts
                 num_step_drafts += num_drafts
-        self._step_id += 1
+        self._in_flight.latest_id = step_id
         plan = SchedulerOutput(
             new_requests=new_requests,
             rows=[row for _, _, row in shares],
             num_tokens=num_step_tokens,
             finished_request_ids=self._finished_ids.copy(),
             preempted_request_ids=self._preempted_ids.copy(),
-            step_id=self._step_id,
+            step_id=step_id,
             masked_request_ids=tuple(masked_ids),
             num_drafts=self._room_for_drafts(shares, most_drafts),
             ops=self._ops(shares),
         )
         if shares:
             self._totals.step_tokens.add(num_step_tokens)
-            self._in_flight[self._step_id] = shares
-            self._prompt_tokens_of[self._step_id] = num_step_tokens - num_step_drafts - len(shares)
+            self._in_flight.add(shares, num_step_tokens - num_step_drafts - len(shares))
             self._finished_ids.clear()
             self._preempted_ids.clear()
         return plan
@@ -637,8 +347,7 @@ class Scheduler:
 
     def _ops(self, shares: list[Share]) -> tuple[AnyDeviceOp, ...]:
         """Operations that tiers and rooms add before the step."""
-        loading = self.cache_manager.loading
-        ops = [] if loading is None else loading.take_ops()
+        ops = self.cache_manager.loading.take_ops()
         for room in self.chunk_rooms:
             ops += room.step_ops()
             for request, _, row in shares:
@@ -648,11 +357,7 @@ class Scheduler:
 
     def tokens_are_known(self, plan: SchedulerOutput) -> bool:
         """Whether a step in flight is the only one that samples tokens for any of its masked requests."""
-        masked_ids = set(plan.masked_request_ids)
-        shares = (share for share in self._in_flight.get(plan.step_id, ()) if share[2].request_id in masked_ids)
-        return all(
-            request.status.is_finished or request.num_output_placeholders <= num_samples for request, num_samples, _ in shares
-        )
+        return self._in_flight.tokens_are_known(plan)
 
     # Processing the results of a step
 
@@ -664,11 +369,9 @@ class Scheduler:
         """
         outputs: list[EngineCoreOutput] = []
         try:
-            shares = self._in_flight.pop(plan.step_id, [])
-            self._prompt_tokens_of.pop(plan.step_id, None)
-            self._done_step_id = plan.step_id
+            shares = self._in_flight.done(plan.step_id)
             if result.errors:
-                self._restart(readers_of_unwritten(plan, result, shares, self._in_flight.values()), shares)
+                self._restart(readers_of_unwritten(plan, result, shares, self._in_flight.steps()), shares)
             if result.not_finite:
                 self._try_again(readers_of_wrong(result, shares), shares)
             if self.drafts is not None:
@@ -677,8 +380,7 @@ class Scheduler:
                 self._drop_finished_from_running()
             if result.errors or result.not_finite:
                 self._discard_failed(shares, result)
-            if self.cache_manager.loading is not None:
-                outputs += self.cache_manager.loading.keeping.announce(request for request, _, _ in shares)
+            outputs += self.cache_manager.loading.keeping.announce(request for request, _, _ in shares)
         except Exception as error:
             raise UpdateError(outputs) from error
         return outputs
@@ -686,8 +388,7 @@ class Scheduler:
     def _restart(self, requests: Collection[Request], shares: list[Share]) -> None:
         """Compute requests again that read what nothing has written. Their tokens in this step, whose shares these are, and in those in
         flight are dropped, and so is all that they computed."""
-        for step in (shares, *self._in_flight.values()) if requests else ():
-            step[:] = [share for share in step if share[0] not in requests]
+        self._in_flight.drop(requests, also=(shares,))
         for request in requests:
             request.num_output_placeholders = request.num_drafts_in_flight = 0
         for request in [request for request in reversed(self.running) if request in requests]:
@@ -721,29 +422,20 @@ class Scheduler:
         """Record how long a step took that began when the step before it ended."""
         if self.drafts is not None and plan.rows and plan.num_tokens == sum(1 + row.num_drafts for row in plan.rows):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
-        if (loading := self.cache_manager.loading) is not None:
-            if plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
-                loading.note_step(plan.num_tokens, seconds)
-            else:
-                loading.note_decodes(plan.ops, seconds)
+        if plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
+            self.cache_manager.loading.note_step(plan.num_tokens, seconds)
+        else:
+            self.cache_manager.loading.note_decodes(plan.ops, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:
         """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.wait(seconds)
+        self.cache_manager.loading.wait(seconds)
 
     def wait_for_stores(self, num_tokens: int) -> None:
         """See CacheTier."""
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.wait_for_stores(num_tokens)
+        self.cache_manager.loading.wait_for_stores(num_tokens)
 
     # Operations on the whole state
-
-    @property
-    def holds_blocks(self) -> bool:
-        """Whether a request holds blocks."""
-        pool = self.cache_manager.pool
-        return pool.num_free_blocks != pool.num_usable_blocks
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
         """Discard all cached content, e.g. after a change of weights. Returns False and changes nothing while blocks are used.
@@ -755,9 +447,8 @@ class Scheduler:
             while self.running:
                 self._preempt(self.running.pop())
             for request in self.waiting:
-                self._end_load(request)
+                self.cache_manager.loading.end(request)
             self._in_flight.clear()
-            self._prompt_tokens_of.clear()
             for request in (*self.waiting, *self.held.values()):
                 request.num_output_placeholders = request.num_drafts_in_flight = 0
         was_reset = self.cache_manager.reset_prefix_cache()
@@ -773,8 +464,7 @@ class Scheduler:
         """Drop what devices hold in addition to the blocks of requests. stored, external: see CacheTier."""
         for room in self.chunk_rooms:
             room.forget()
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.forget(stored=stored, external=external)
+        self.cache_manager.loading.forget(stored=stored, external=external)
 
     # Updates of the prefix cache, for API servers that choose among several engines
 
@@ -798,7 +488,7 @@ class Scheduler:
 
     @property
     def _passes_states(self) -> bool:
-        return self._states is not None and self.cache_manager.loading is not None
+        return self._states is not None and self.cache_manager.loading.has_tiers
 
     def start_over(self) -> None:
         """Return every request to the waiting queue, with no blocks, no computed tokens and no step in flight.
@@ -813,7 +503,6 @@ class Scheduler:
         self.waiting = make_waiting_queue(self.options.scheduling_policy)
         self.running = []
         self._in_flight.clear()
-        self._prompt_tokens_of.clear()
         self._finished_ids.clear()
         self._preempted_ids.clear()
         self._refusal = None
@@ -829,55 +518,43 @@ class Scheduler:
         self._forget(stored=False)
 
     def limit_steps(self, divisor: int) -> None:
-        """Divide the step sizes of the options by `divisor`, from the next step on. Without chunked prefill only the number of
-        requests is divided."""
-        self._divisor = divisor
-        self._set_limits()
+        """See `StepLimits.divide`."""
+        self.limits.divide(divisor)
 
     def limit_tokens(self, most: int | None) -> None:
-        """Plan no steps of more tokens, if chunked prefill is on, but enough for a token of each request, and for an item that a step
-        computes whole; None: as many as the options say."""
-        self._most_tokens_of_step = most
-        self._set_limits()
-
-    def _set_limits(self) -> None:
-        usual, largest, divisor = self.options.max_num_batched_tokens, self.options.max_step_tokens, self._divisor
-        assert self.options.max_num_seqs is not None and usual is not None
-        self.max_num_seqs = max(1, self.options.max_num_seqs // divisor)
-        if self.options.enable_chunked_prefill:
-            if (most := self._most_tokens_of_step) is not None:
-                most = max(most, self.options.max_num_seqs)
-                usual, largest = min(usual, most), min(largest, most)
-            self.max_num_batched_tokens = max(self._min_chunk, usual // divisor)
-            self.max_num_prefill_tokens = max(self._min_chunk, largest // divisor)
+        """See StepLimits."""
+        self.limits.limit_tokens(most)
 
     @property
     def num_queued_tokens(self) -> int:
         """See `SchedulerStats`."""
         left = [request.num_prompt_tokens - request.num_computed_tokens for request in self.running]
-        in_flight = sum(self._prompt_tokens_of.values())
-        return self.waiting.num_prompt_tokens + sum([count for count in left if count > 0]) + in_flight // 2
+        return (
+            self.waiting.num_prompt_tokens
+            + sum([count for count in left if count > 0])
+            + self._in_flight.num_prompt_tokens // 2
+        )
 
     def stats(self) -> SchedulerStats:
         """The load now and the totals so far."""
+        pool = self.cache_manager.pool
         stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            cache_usage=self.cache_manager.pool.usage,
-            num_cache_blocks=self.cache_manager.pool.num_usable_blocks,
-            max_concurrency=self._max_concurrency,
+            cache_usage=pool.usage,
+            num_cache_blocks=pool.num_usable_blocks,
+            max_concurrency=pool.num_usable_blocks / self.cache_manager.num_blocks_for(self.max_model_len),
             num_queued_tokens=self.num_queued_tokens,
             **self._totals.stats(self.drafts),
         )
         for room in self.chunk_rooms:
             room.add_stats(stats)
-        if self.cache_manager.loading is not None:
-            self.cache_manager.loading.add_stats(stats)
+        self.cache_manager.loading.add_stats(stats)
         return stats
 
     def check_integrity(self) -> None:
         """Raise AssertionError if requests, queues, counts and blocks disagree."""
-        check_integrity(self, self._in_flight.values())
+        check_integrity(self, self._in_flight.steps())
 
 
 def _withdraw(shares: list[Share], request: Request) -> int:
@@ -887,14 +564,6 @@ def _withdraw(shares: list[Share], request: Request) -> int:
             del shares[index]
             return row.num_tokens
     return 0
-
-
-def _decodes(request: Request) -> bool:
-    """Whether the request computes its last token next, or once that is known."""
-    num_known = len(request.token_ids) + request.num_output_placeholders
-    if request.num_output_placeholders:
-        return num_known < request.max_num_tokens
-    return num_known - request.num_computed_tokens == 1
 
 
 def _may_be_masked(request: Request) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.device_ops import AnyDeviceOp, LoadState, StoreState
 from jaxllm.request import PromptItem, Request, RequestStatus
-from jaxllm.scheduler.admission import Fit
+from jaxllm.scheduler.admission import ChunkRoom
 from jaxllm.scheduler_stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class _Progress:
     """Blocks with the states that its first step begins with."""
 
 
-class StateCheckpoints:
-    """A ChunkRoom that ends chunks where states are kept:
+class StateCheckpoints(ChunkRoom):
+    """Ends chunks where states are kept:
 
     - at the end of a prompt (`PrefixStates.position`), for an equal one and for the next turn of a conversation,
     - where the blocks of an earlier prompt, but no states, go on: others are likely to begin the same way,
@@ -35,9 +35,6 @@ class StateCheckpoints:
     Positions too close to the states before them are left out (`PrefixStates.least_tokens`), except at the end of a prompt whose answer
     another engine computes. The blocks that hold states are free from the beginning: they are found until others take them.
     """
-
-    item_kinds: tuple[str, ...] = ()
-    min_chunk = 1
 
     def __init__(self, manager: "Callable[[], KVCacheManager]", interval: int, *, stores: bool):
         """manager: the scheduler's, which a failure replaces. stores: whether chunks may end anywhere; else states are only loaded."""
@@ -49,35 +46,20 @@ class StateCheckpoints:
         """A request is about to be admitted behind this prefix, whose states are in its blocks until the step runs."""
         self._progress[request] = _Progress(prefix.num_computed_tokens, prefix.num_matched_tokens, list(prefix.state_ids))
 
-    def check(self, item: PromptItem) -> None:
-        """See ChunkRoom."""
-
-    def fits(self, request: Request) -> Fit:
-        """Always: a step stores states if there are blocks for them."""
-        return Fit.NOW
-
-    def take(self, request: Request) -> None:
-        """See AdmissionRoom."""
-
     def release(self, request: Request) -> None:
-        """See AdmissionRoom. The states that it used last are of use as long as its blocks are; after an error, none that it stored is."""
+        """The states that it used last are of use as long as its blocks are; after an error, none that it stored is."""
         progress, manager = self._progress.pop(request, None), self._manager()
         if request.status is RequestStatus.FINISHED_ERROR:
             manager.discard_states(request)
         elif progress is not None and progress.latest:
             manager.renew_states(request, progress.latest)
 
-    def begin_step(self, *, decodes: bool) -> None:
-        """See ChunkRoom."""
-
     def limit(self, request: Request, start: int, count: int) -> int:
-        """See ChunkRoom."""
         latest = start if self._is_due(request, start) else self._progress[request].latest
         position = self._next(request, start + 1, latest)
         return count if position is None or position >= start + count else position - start
 
     def ops(self, request: Request, start: int, count: int) -> list[AnyDeviceOp]:
-        """See ChunkRoom."""
         progress, manager = self._progress[request], self._manager()
         found: list[AnyDeviceOp] = []
         if progress.loads:
@@ -90,7 +72,7 @@ class StateCheckpoints:
             if blocks := manager.store_states(request, start):
                 found = [StoreState(request.request_id, [block.block_id for block in blocks])]
                 self._num_stored += 1
-        if manager.loading is not None and request.is_kept_for_decode and start == manager.states.position(request):
+        if request.is_kept_for_decode and start == manager.states.position(request):
             manager.loading.keeping.keep(manager.states.names_of(request))
         return found
 
@@ -114,16 +96,7 @@ class StateCheckpoints:
             wanted += [next((position for position in regular if not _is_in_item(items, position)), end + 1)]
         return min((position for position in wanted if position <= end), default=None)
 
-    def step_ops(self) -> list[AnyDeviceOp]:
-        """There are none."""
-        return []
-
-    def is_begun(self, request: Request) -> bool:
-        """Never: items are not its concern."""
-        return False
-
     def forget(self) -> None:
-        """See ChunkRoom."""
         self._progress.clear()
 
     def add_stats(self, stats: SchedulerStats) -> None:
@@ -133,7 +106,6 @@ class StateCheckpoints:
         stats.num_stored_states, stats.num_loaded_states = self._num_stored, self._num_loaded
 
     def check_integrity(self, requests: Collection[Request]) -> None:
-        """See ChunkRoom."""
         assert self._progress.keys() <= {*requests}, "states are noted of a request that has ended"
 
 

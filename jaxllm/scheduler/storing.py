@@ -18,9 +18,9 @@ _COLD_PART = 1 / 8
 class Storing:
     """Stores contents of blocks in tiers: most of them some steps before they are evicted, the others in the step that evicts them."""
 
-    def __init__(self, pool: "BlockPool", tiers: Sequence[CacheTier], store_filter: StoreFilter):
-        """store_filter: which contents tiers are offered."""
-        self._pool, self._tiers, self._offered = pool, tiers, store_filter.passing
+    def __init__(self, pool: "BlockPool", tiers: Sequence[CacheTier], store_filter: StoreFilter | None):
+        """store_filter: which contents tiers are offered; None: none."""
+        self._pool, self._tiers, self._filter = pool, tiers, store_filter
         self._leaving: dict[bytes, int] = {}
         """Contents that leave the pool in this step, with the blocks that have them until it runs."""
         self._used: set[bytes] = set()
@@ -28,7 +28,7 @@ class Storing:
         self._num_allocated = 0
         """Blocks that were allocated when tiers were last offered cold ones."""
         self._num_cold = max((tier.num_cold for tier in tiers), default=0)
-        pool.evicting = self._note_eviction
+        pool.evicting = None if store_filter is None else self._note_eviction
 
     def begin_step(self, *, stores_cold: bool) -> list[AnyDeviceOp]:
         """A step is about to be planned. Returns the operations that store cold contents, if it is time for that and wanted."""
@@ -63,6 +63,9 @@ class Storing:
         """The contents of blocks that tiers are to store and have not."""
         names = list(self._offered(blocks))
         return {name for tier in self._tiers for name in tier.wants(names)}
+
+    def _offered(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, KVCacheBlock]:
+        return {} if self._filter is None else self._filter.passing(blocks)
 
     def _note_eviction(self, blocks: Sequence[KVCacheBlock]) -> None:
         offered = self._offered(blocks)

@@ -7,32 +7,36 @@ the later ones. A layer with a window is causal, as vLLM has it.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
 
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.layers.decoder import DecoderBlock
-from jaxllm.layers.embedding import Embedding
-from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import make_norm
 from jaxllm.layers.source import Module
 from jaxllm.loaders.checkpoint import Checkpoint
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import Attention, Layer, Names
+from jaxllm.model_parts import Attention, Layer
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.load_config import read_config_json
 from jaxllm.models.registry import find
-from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
-from jaxllm.speculative.trained_head import OFFSETS, flat, load_head, token_ids
-from jaxllm.speculative.with_weights import DrafterWithWeights
+from jaxllm.speculative.trained_head import (
+    OFFSETS,
+    HeadParts,
+    TrainedHead,
+    TrainedHeadDrafter,
+    flat,
+    token_ids,
+    with_vocabulary,
+)
 
 _ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 _WINDOWED = "sliding_attention"
@@ -49,40 +53,27 @@ _REFUSED = (
 """Flags of heads that compute otherwise."""
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of a checkpoint's head, and what of its config.json is not in a ModelConfig."""
+@dataclass(frozen=True, kw_only=True)
+class _Parts(HeadParts):
+    """With what of its config.json is not in a ModelConfig."""
 
-    num_features: int
-    """Vectors of the target that it fuses."""
     mask_token_id: int
     are_causal: tuple[bool, ...]
     """Whether tokens of a block see only earlier ones, by layer."""
-    has_embedding: bool
-    has_head: bool
-    has_offsets: bool
 
 
-class BlockDiffusionHead(nnx.Module):
-    """The layers and what is around them. Embedding and head are the target's where the checkpoint has none."""
+class BlockDiffusionHead(TrainedHead):
+    """The layers and what is around them."""
 
     def __init__(self, config: ModelConfig, target: ModelConfig, parts: _Parts):
-        """target: of the same number of devices."""
+        super().__init__(config, target, parts)
         H, dtype = config.hidden_size, config.dtype
-        self.parts, self.embedding_scale = parts, target.embedding_scale
+        self.embedding_scale = target.embedding_scale
         fused, inputs = Module("fc", (H,)), parts.num_features * target.hidden_size
         self.fused = Linear("td,dh->th", (inputs, H), ("embed", "embed"), dtype, modules=[fused])
         self.blocks = nnx.List([DecoderBlock(config, layer) for layer in range(config.num_layers)])
         self.hidden_norm = make_norm(replace(config.norm, name="hidden_norm"), H, dtype)
         self.norm = make_norm(config.norm, H, dtype)
-        own = replace(config, vocab_size=target.vocab_size, padded_vocab_size=target.padded_vocab_size)
-        self.embedding = Embedding(own, config.names.embedding) if parts.has_embedding else nnx.data(None)
-        self.head = Embedding(config, config.names.head) if parts.has_head else nnx.data(None)
-        self.token_ids = (
-            abstract_param((config.vocab_size,), ("draft_vocab",), "int32", source=OFFSETS, init="zeros")
-            if parts.has_offsets
-            else nnx.data(None)
-        )
 
     def take_in(self, drafting: Drafting) -> None:
         """Write keys and values of a step's tokens."""
@@ -113,25 +104,12 @@ class BlockDiffusionHead(nnx.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDiffusion(DrafterWithWeights):
+class BlockDiffusion(TrainedHeadDrafter):
     """Proposes with a `BlockDiffusionHead`."""
 
     @property
     def num_lookahead(self) -> int:
         return self.num_drafts + 1
-
-    @property
-    def described(self) -> Mapping[str, Any]:
-        return {**super().described, "parts": asdict(self.model.parts)}
-
-    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
-        """Raises ModelLoadError."""
-
-        def build(config: ModelConfig, *, has_offsets: bool) -> BlockDiffusionHead:
-            parts = replace(self.model.parts, has_offsets=has_offsets)
-            return BlockDiffusionHead(config, self.target if config is self.config else self.target.as_stored(), parts)
-
-        return load_head(self, build, mesh, bytes_loaded(progress))
 
     def follow(self, model: BlockDiffusionHead, state: tuple[()], drafting: Drafting) -> tuple[()]:
         """Keep up with the cache, without which no later draft would be right."""
@@ -207,16 +185,7 @@ def _read(raw: Mapping[str, Any], reader: ConfigReader, directory: Path, target:
         if found != wanted:
             reader.faults.append(f"{name} is {found}, must be the target's {wanted}")
     vocab_size = reader.integer("draft_vocab_size", config.vocab_size)
-    return replace(
-        config,
-        norm=replace(config.norm, name="norm"),
-        names=Names("embed_tokens", "layers.{}", "lm_head", ("t2d", OFFSETS)),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        tie_word_embeddings=False,
-        dtype=target.dtype,
-        kv_cache_dtype=target.kv_cache_dtype,
-    )
+    return with_vocabulary(config, target, vocab_size)
 
 
 def _with_windows(config: ModelConfig, reader: ConfigReader) -> tuple[ModelConfig, tuple[bool, ...]]:

@@ -8,63 +8,62 @@ those with more, the later ones are ordinary layers.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
 
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.layers.decoder import DecoderBlock
-from jaxllm.layers.embedding import Embedding
-from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import make_norm
 from jaxllm.layers.source import Module
 from jaxllm.layers.step import Step
 from jaxllm.loaders.checkpoint import Checkpoint
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.model_config import ModelConfig
-from jaxllm.model_parts import MLP, Attention, Layer, Names, Norm
+from jaxllm.model_parts import MLP, Attention, Layer, Norm
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.load_config import read_config_json
 from jaxllm.models.registry import find
 from jaxllm.parallel.shards import Shards
-from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.runner.drafter import Drafting
 from jaxllm.speculative.predictor import HiddenStateDrafter
-from jaxllm.speculative.trained_head import OFFSETS, flat, load_head, token_ids
+from jaxllm.speculative.trained_head import (
+    OFFSETS,
+    HeadParts,
+    TrainedHead,
+    TrainedHeadDrafter,
+    flat,
+    token_ids,
+    with_vocabulary,
+)
 
 _OF_THIRD = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Flags of EAGLE-3 heads in config.json. Source: the library speculators."""
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of a checkpoint's head."""
+@dataclass(frozen=True, kw_only=True)
+class _Parts(HeadParts):
+    """`num_features` 0: EAGLE, which fuses the embedding of the next token with the one hidden state."""
 
-    num_features: int
-    """Vectors of the target that it fuses; 0: EAGLE, which fuses the embedding of the next token with the one hidden state."""
     residual_is_normed: bool
     norms_features: Literal["none", "each", "all"]
     """Whether each of these vectors has a norm, or all together one."""
     feeds_normed: bool
     """Whether a draft is made from the state of the one before after the last norm."""
     has_bias: bool
-    has_embedding: bool
-    has_head: bool
-    has_offsets: bool
 
 
-class EagleHead(nnx.Module):
-    """The layers and what is around them. Embedding and head are the target's where the checkpoint has none."""
+class EagleHead(TrainedHead):
+    """The layers and what is around them."""
 
     def __init__(self, config: ModelConfig, target: ModelConfig, parts: _Parts):
-        """target: of the same number of devices."""
+        super().__init__(config, target, parts)
         H, dtype = config.hidden_size, config.dtype
-        self.parts = parts
         inputs = (parts.num_features or 2) * target.hidden_size
         fused = Module("fc", (H,))
         self.fused = Linear("td,dh->th", (inputs, H), ("embed", "embed"), dtype, modules=[fused], bias=parts.has_bias)
@@ -78,14 +77,6 @@ class EagleHead(nnx.Module):
             )
         self.hidden_norm = make_norm(_hidden_norm(config) if parts.num_features else None, H, dtype)
         self.norm = make_norm(config.norm if parts.num_features else None, H, dtype)
-        own = replace(config, vocab_size=target.vocab_size, padded_vocab_size=target.padded_vocab_size)
-        self.embedding = Embedding(own, config.names.embedding) if parts.has_embedding else nnx.data(None)
-        self.head = Embedding(config, config.names.head) if parts.has_head else nnx.data(None)
-        self.token_ids = (
-            abstract_param((config.vocab_size,), ("draft_vocab",), "int32", source=OFFSETS, init="zeros")
-            if parts.has_offsets
-            else nnx.data(None)
-        )
 
     def hidden(self, drafting: Drafting) -> Array:
         if not self.parts.num_features:
@@ -120,21 +111,8 @@ class EagleHead(nnx.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle(HiddenStateDrafter):
+class Eagle(TrainedHeadDrafter, HiddenStateDrafter):
     """Proposes with an `EagleHead`."""
-
-    @property
-    def described(self) -> Mapping[str, Any]:
-        return {**super().described, "parts": asdict(self.model.parts)}
-
-    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
-        """Raises ModelLoadError."""
-
-        def build(config: ModelConfig, *, has_offsets: bool) -> EagleHead:
-            parts = replace(self.model.parts, has_offsets=has_offsets)
-            return EagleHead(config, self.target if config is self.config else self.target.as_stored(), parts)
-
-        return load_head(self, build, mesh, bytes_loaded(progress))
 
 
 def make(
@@ -204,17 +182,8 @@ def _read(raw: Mapping[str, Any], directory: Path, target: ModelConfig, *, is_th
     vocab_size = reader.integer("draft_vocab_size", config.vocab_size) if is_third else config.vocab_size
     if faults:
         raise ModelLoadError(f"{directory / 'config.json'}: {'; '.join(dict.fromkeys(faults))}")
-    return replace(
-        config,
-        layers=(_with_two_inputs(first) if is_third else replace(first, attention_norm=None), *later),
-        norm=replace(config.norm, name="norm"),
-        names=Names("embed_tokens", "layers.{}", "lm_head", ("t2d", OFFSETS)),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        tie_word_embeddings=False,
-        dtype=target.dtype,
-        kv_cache_dtype=target.kv_cache_dtype,
-    )
+    layers = (_with_two_inputs(first) if is_third else replace(first, attention_norm=None), *later)
+    return with_vocabulary(replace(config, layers=layers), target, vocab_size)
 
 
 def _with_two_inputs(layer: Layer) -> Layer:
@@ -256,7 +225,7 @@ def _parts(
     differs = num_features > 0 and (checkpoint is None or not shares_head)
     flags = {name for place in (raw, raw.get("eagle_config") or {}) for name in _OF_THIRD if place.get(name)}
     return _Parts(
-        num_features,
+        num_features=num_features,
         residual_is_normed="norm_before_residual" in flags,
         norms_features="all" if "norm_before_fc" in flags else "each" if "fc_norm" in flags else "none",
         feeds_normed="norm_output" in flags,

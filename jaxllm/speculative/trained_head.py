@@ -1,6 +1,7 @@
 """Common parts of the checkpoints of heads trained for a target: EAGLE's, and those of block diffusion."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,18 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.errors import ModelLoadError
+from jaxllm.layers.embedding import Embedding
+from jaxllm.layers.linear import abstract_param
 from jaxllm.layers.parameters import axes_of, parameters, state_of
 from jaxllm.loaders.checkpoint import INTEGERS, Checkpoint
 from jaxllm.loaders.dummy import dummy_weights
 from jaxllm.loaders.formats import open_checkpoint
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_config import ModelConfig
+from jaxllm.model_parts import Names
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.axes import sharding
+from jaxllm.progress import Progress, bytes_loaded
 from jaxllm.speculative.with_weights import DrafterWithWeights
 
 OFFSETS = "d2t"
@@ -30,28 +35,81 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**raw, "architectures": None, **layer}
 
 
-def load_head(
-    drafter: DrafterWithWeights, build: Callable[..., nnx.Module], mesh: Mesh, report: Callable[[int, int], None] | None
-) -> nnx.State:
-    """The values of a drafter's model, whose `token_ids` are the target's ids of its vocabulary or None.
+@dataclass(frozen=True, kw_only=True)
+class HeadParts:
+    """Parts that a checkpoint's head may have."""
 
-    build: (config, has_offsets=) -> the model of a config, with such ids or without. Raises ModelLoadError.
-    """
-    has_offsets = drafter.model.token_ids is not None
-    if drafter.load_format == "dummy":
+    num_features: int
+    """Vectors of the target that it fuses."""
+    has_embedding: bool
+    has_head: bool
+    has_offsets: bool
 
-        def with_ids(config: ModelConfig) -> nnx.Module:
-            return build(config, has_offsets=has_offsets)
 
-        return dummy_weights(drafter.config, drafter.model, mesh, seed=drafter.seed, progress=report, build=with_ids)
-    weights = build(drafter.config, has_offsets=False)
-    options: dict[str, Any] = {"load_format": drafter.load_format, "mesh": mesh, "progress": report}
-    state = load_checkpoint(drafter.config, weights, drafter.directory, **options)
-    arrays = {path: variable.get_value() for path, variable in parameters(state)}
-    if has_offsets:
-        ids = token_ids(open_checkpoint(drafter.directory, drafter.load_format), drafter.config.vocab_size, drafter.target)
-        arrays["token_ids",] = put(ids, sharding(mesh, axes_of(drafter.model.token_ids)))
-    return state_of(drafter.model, arrays)
+class TrainedHead(nnx.Module):
+    """A head's own vocabulary, as far as the checkpoint has one; the rest is the target's. A subclass adds the layers."""
+
+    parts: Any
+    embedding: Any
+    """Embedding of tokens; None: that of the target."""
+    head: Any
+    """Head for logits; None: that of the target."""
+    token_ids: Any
+    """A parameter: the target's ids of the head's vocabulary; None: they are the target's own."""
+
+    def __init__(self, config: ModelConfig, target: ModelConfig, parts: HeadParts):
+        """target: of the same number of devices."""
+        self.parts = parts
+        own = replace(config, vocab_size=target.vocab_size, padded_vocab_size=target.padded_vocab_size)
+        self.embedding = Embedding(own, config.names.embedding) if parts.has_embedding else nnx.data(None)
+        self.head = Embedding(config, config.names.head) if parts.has_head else nnx.data(None)
+        self.token_ids = (
+            abstract_param((config.vocab_size,), ("draft_vocab",), "int32", source=OFFSETS, init="zeros")
+            if parts.has_offsets
+            else nnx.data(None)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedHeadDrafter(DrafterWithWeights):
+    """A drafter whose model is a `TrainedHead`."""
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        return {**super().described, "parts": asdict(self.model.parts)}
+
+    def load(self, mesh: Mesh, progress: Progress) -> nnx.State:
+        """Raises ModelLoadError."""
+        has_offsets, report = self.model.token_ids is not None, bytes_loaded(progress)
+
+        def build(config: ModelConfig, has_offsets: bool = has_offsets) -> Any:
+            parts = replace(self.model.parts, has_offsets=has_offsets)
+            return type(self.model)(config, self.target if config is self.config else self.target.as_stored(), parts)
+
+        if self.load_format == "dummy":
+            return dummy_weights(self.config, self.model, mesh, seed=self.seed, progress=report, build=build)
+        weights = build(self.config, has_offsets=False)
+        options: dict[str, Any] = {"load_format": self.load_format, "mesh": mesh, "progress": report}
+        state = load_checkpoint(self.config, weights, self.directory, **options)
+        arrays = {path: variable.get_value() for path, variable in parameters(state)}
+        if has_offsets:
+            ids = token_ids(open_checkpoint(self.directory, self.load_format), self.config.vocab_size, self.target)
+            arrays["token_ids",] = put(ids, sharding(mesh, axes_of(self.model.token_ids)))
+        return state_of(self.model, arrays)
+
+
+def with_vocabulary(config: ModelConfig, target: ModelConfig, vocab_size: int) -> ModelConfig:
+    """The decoder of a head's layers, with the vocabulary of the head."""
+    return replace(
+        config,
+        norm=replace(config.norm, name="norm"),
+        names=Names("embed_tokens", "layers.{}", "lm_head", ("t2d", OFFSETS)),
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        tie_word_embeddings=False,
+        dtype=target.dtype,
+        kv_cache_dtype=target.kv_cache_dtype,
+    )
 
 
 def token_ids(checkpoint: Checkpoint, vocab_size: int, target: ModelConfig) -> np.ndarray:

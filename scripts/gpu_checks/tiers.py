@@ -20,6 +20,7 @@ from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlo
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.measuring.runs import end_all, greedy, random_prompts
 from jaxllm.request import EngineCoreRequest
+from jaxllm.scheduler.loading import Loading
 from scripts.gpu_checks import Outcome, shapes
 from scripts.kernels.compiling import first_line
 
@@ -162,7 +163,7 @@ def engine(model: Model, sizes: Sizes, *, tiny: bool) -> Iterator[Any]:
         )
         try:
             core: Any = llm.llm_engine.core
-            core.scheduler.cache_manager.loading = core.scheduler.cache_manager.pool.evicting = None
+            core.scheduler.cache_manager.loading = Loading(core.scheduler.cache_manager, ())
             yield llm
         finally:
             llm.shutdown()

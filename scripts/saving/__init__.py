@@ -17,6 +17,8 @@ from jaxllm.layers.parameters import parameters, source_of, weights
 from jaxllm.loaders import orbax
 from jaxllm.model_config import ModelConfig
 from jaxllm.weight_format import PLAIN
+from scripts.saving.formats import saved, saved_config
+from scripts.saving.sources import write
 
 CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 """Compressed-tensors' description of an fp8 KV cache with scales."""
@@ -42,9 +44,9 @@ def save_safetensors(
     for _, variable in itertools.chain(parameters(state), parameters(tower) if tower is not None else ()):
         array = np.asarray(variable[...])
         is_plain = variable.get_metadata("format") == PLAIN
-        source_of(variable).write(array.astype(stored_dtype) if is_plain else array, tensors)
+        write(source_of(variable), array.astype(stored_dtype) if is_plain else array, tensors)
     for format in config.formats:
-        tensors = format.saved(tensors)
+        tensors = saved(format, tensors)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_config_json(config, described, str(stored_dtype)), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -91,8 +93,8 @@ def with_formats(described: Mapping[str, Any], config: ModelConfig) -> dict[str,
         for spec in weight.parts.values()
         for tensor in spec.source.tensors
     }
-    saved = (format.saved_config(described.get(key), config, modules) for format in config.formats)
-    found = [each for each in saved if each is not None]
+    configs = (saved_config(format, described.get(key), config, modules) for format in config.formats)
+    found = [each for each in configs if each is not None]
     if len(found) > 1:
         raise JaxLLMError("a config.json describes one kind of quantisation; leave --quantization or --no-dequantize out")
     if config.kv_format is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxllm import LLM
 from jaxllm.measuring.runs import greedy, random_prompts
+from jaxllm.scheduler.loading import Loading
 from scripts.measuring.parts import Rows
 from scripts.tier_bench.sizes import Sizes
 
@@ -86,7 +87,7 @@ def without_tiers(llm: LLM) -> Iterator[None]:
     core: Any = llm.llm_engine.core
     manager = core.scheduler.cache_manager
     kept = manager.loading, manager.pool.evicting
-    manager.loading = manager.pool.evicting = None
+    manager.loading = Loading(manager, ())  # which takes nothing that leaves the pool
     try:
         yield
     finally:

@@ -9,7 +9,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.data_parallel.options import check_ranks
 from jaxllm.engine.compile import compile_artifact
 from jaxllm.engine.features import Features
-from jaxllm.engine.prepare import Prepared, lay_out, resolve_sizes
+from jaxllm.engine.prepare import Prepared
+from jaxllm.engine.resolve import resolve_sizes
+from jaxllm.engine.stage_plans import lay_out
 from jaxllm.errors import ConfigError
 from jaxllm.layers.build import build_model
 from jaxllm.model_parts import MoE

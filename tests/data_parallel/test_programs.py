@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine import prepare
+from jaxllm.engine import stage_plans
 from jaxllm.engine.prepare import Prepared
 from jaxllm.progress import Progress
 from jaxllm.request import Grammar
@@ -127,13 +127,13 @@ def test_a_smaller_cache_after_compiling_keeps_the_weights(monkeypatch):
     weights = first.runner.params
     needed = first.plan.work_bytes + 1
     monkeypatch.setattr(ModelRunner, "work_bytes", lambda self: needed)
-    real = prepare.memory_plan
+    real = stage_plans.memory_plan
 
     def on_a_small_device(*args, work_bytes=None, **options):
         plan = real(*args, work_bytes=work_bytes, **options)
         return plan if work_bytes is None else replace(plan, num_blocks=plan.num_blocks - 5)
 
-    monkeypatch.setattr(prepare, "memory_plan", on_a_small_device)
+    monkeypatch.setattr(stage_plans, "memory_plan", on_a_small_device)
     monkeypatch.setattr(ModelRunner, "start_programs", lambda self, *, rare_later: None)
     second = first.settled(rare_later=True)
     assert second.runner is not first.runner and second.runner.params is weights and not first.runner.params

@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.flax import load_file, save_file
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.prepare import resolve_sizes
+from jaxllm.engine.resolve import resolve_sizes
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.layers.build import build_model
 from jaxllm.models.load_config import load_model_config

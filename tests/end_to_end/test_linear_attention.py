@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.prepare import resolve_sizes
+from jaxllm.engine.resolve import resolve_sizes
 from jaxllm.errors import ConfigError
 from jaxllm.request import FinishReason
 from tests.helpers import engines, goldens

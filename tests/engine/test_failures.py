@@ -94,7 +94,7 @@ def test_after_out_of_memory_steps_are_smaller_and_grow_again(core, monkeypatch)
     run(core, "result:5:oom,result:9:oom")  # what is in flight then, 6 to 8, is waited for
     smallest = sizes.index(1)
     assert sizes[3] == 4 and smallest < 14 and max(sizes[smallest : smallest + 4]) == 1 and max(sizes[smallest + 4 :]) == 4
-    assert not core._failures.limits_steps and core.scheduler.max_num_seqs == 4
+    assert not core._failures.limits_steps and core.scheduler.limits.max_num_seqs == 4
 
 
 def test_a_request_that_never_fits_is_given_up_and_the_others_go_on(core, undisturbed):

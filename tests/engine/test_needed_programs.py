@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.engine.needed_programs import NeededPrograms
 from jaxllm.errors import OverloadedError
-from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, StepLimit
+from jaxllm.foreseen import NOTHING_AWAITED, Foreseen, Needs, StepLimit
 from jaxllm.request import ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.scheduler.scheduler import Scheduler
 from tests.helpers import engines
@@ -21,7 +21,7 @@ class Executor:
     def __init__(self) -> None:
         self.foreseen = NOTHING_AWAITED
 
-    def foresee(self, *arguments: Any, is_masked: bool) -> Foreseen:
+    def foresee(self, needs: Needs) -> Foreseen:
         return self.foreseen
 
 
@@ -88,7 +88,7 @@ def test_a_request_that_ends_waits_no_more_and_one_that_starts_over_waits_on(eng
     engine.scheduler.finish_requests("ends", RequestStatus.FINISHED_ABORTED)
     engine.needed.settle(engine.scheduler)
     plan, _ = step(engine.scheduler)
-    assert not plan.rows and engine.needed.num_waiting == 1 and engine.scheduler.max_num_batched_tokens == 64
+    assert not plan.rows and engine.needed.num_waiting == 1 and engine.scheduler.limits.max_num_batched_tokens == 64
     engine.scheduler.finish_requests("stays", RequestStatus.FINISHED_ABORTED)
     engine.needed.check_integrity()
 
@@ -96,18 +96,18 @@ def test_a_request_that_ends_waits_no_more_and_one_that_starts_over_waits_on(eng
 def test_steps_are_as_small_as_the_smallest_limit_until_the_program_of_large_ones_is_there(engine: Engine) -> None:
     engine.add("16", limit=StepLimit(16, engine.jobs["a"])), engine.add("32", limit=StepLimit(32, engine.jobs["b"]))
     engine.needed.settle(engine.scheduler)
-    assert engine.scheduler.max_num_batched_tokens == engine.scheduler.max_num_prefill_tokens == 16
+    assert engine.scheduler.limits.max_num_batched_tokens == engine.scheduler.limits.max_num_prefill_tokens == 16
     engine.scheduler.limit_steps(2)
-    assert engine.scheduler.max_num_batched_tokens == 8, "both limits hold"
+    assert engine.scheduler.limits.max_num_batched_tokens == 8, "both limits hold"
     engine.jobs["a"].set_exception(ValueError("a step tries again"))
     engine.needed.settle(engine.scheduler)
-    assert engine.scheduler.max_num_batched_tokens == 16
+    assert engine.scheduler.limits.max_num_batched_tokens == 16
     engine.scheduler.limit_steps(1)
     engine.jobs["b"].set_result("program")
     engine.needed.settle(engine.scheduler)
-    assert engine.scheduler.max_num_batched_tokens == 64
+    assert engine.scheduler.limits.max_num_batched_tokens == 64
     engine.scheduler.limit_tokens(3)
-    assert engine.scheduler.max_num_batched_tokens == 8, "a step has room for each request"
+    assert engine.scheduler.limits.max_num_batched_tokens == 8, "a step has room for each request"
 
 
 def test_one_that_waits_for_programs_does_not_count_against_those_that_find_a_place() -> None:
@@ -125,7 +125,7 @@ def test_one_that_waits_for_programs_does_not_count_against_those_that_find_a_pl
 def test_the_loop_rests_while_all_requests_wait_whatever_for(tiny_core, monkeypatch) -> None:
     """One for a program, one until its client reads."""
     core, job = engines.renew(tiny_core), Future[object]()
-    monkeypatch.setattr(core.executor, "foresee", lambda *arguments, is_masked: Foreseen({"a": job}))
+    monkeypatch.setattr(core.executor, "foresee", lambda needs: Foreseen({"a": job}))
     core.add_request(engines.request("waits", [1, 2, 3], max_tokens=2))
     monkeypatch.undo()
     core.add_request(engines.request("held", [1, 2, 3], max_tokens=2))

@@ -10,8 +10,9 @@ import pytest
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
-from jaxllm.engine import prepare, step_sizes
-from jaxllm.engine.prepare import Prepared, resolve_sizes
+from jaxllm.engine import prepare, resolve, stage_plans, step_sizes
+from jaxllm.engine.prepare import Prepared
+from jaxllm.engine.resolve import resolve_sizes
 from jaxllm.engine_plan import plan_engine
 from jaxllm.errors import ConfigError
 from jaxllm.layers.build import build_model
@@ -169,13 +170,13 @@ def test_a_step_that_needs_more_than_estimated_makes_the_cache_smaller(monkeypat
     needed = first.plan.work_bytes + 1
     monkeypatch.setattr(ModelRunner, "work_bytes", lambda self: needed)
     assert first.settled(rare_later=True).runner is first.runner and not started
-    real = prepare.memory_plan
+    real = stage_plans.memory_plan
 
     def on_a_small_device(*args, work_bytes=None, **options):
         plan = real(*args, work_bytes=work_bytes, **options)
         return plan if work_bytes is None else replace(plan, num_blocks=plan.num_blocks - 5)
 
-    monkeypatch.setattr(prepare, "memory_plan", on_a_small_device)
+    monkeypatch.setattr(stage_plans, "memory_plan", on_a_small_device)
     second = first.settled(rare_later=True)
     assert second.plan.num_blocks == first.plan.num_blocks - 5 and second.plan.work_bytes == needed
     assert started == [second.runner] and second.runner.shapes.num_blocks == second.plan.num_blocks
@@ -199,12 +200,12 @@ def test_experts_that_each_step_widens_are_told(caplog):
 def test_fp8_blocks_stay_as_stored_on_a_gpu_that_has_kernels_for_them_or_if_asked(
     monkeypatch, has_kernels, dequantize, is_stored
 ):
-    monkeypatch.setattr(prepare, "wants_tiles", lambda *_, **__: has_kernels)
+    monkeypatch.setattr(resolve, "wants_tiles", lambda *_, **__: has_kernels)
     given = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     config = EngineConfig.from_options(
         model="unused", hf_overrides=given, dequantize=dequantize, skip_tokenizer_init=True, load_format="dummy"
     )
-    _, model_config = prepare.resolve_sizes(config, goldens.FOLDER / "qwen3", device_bytes=16 << 30)
+    _, model_config = resolve_sizes(config, goldens.FOLDER / "qwen3", device_bytes=16 << 30)
     assert [format.computes for format in model_config.formats] == [is_stored]
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import TakeCounts
-from jaxllm.engine import prepare
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.prepare import Prepared
+from jaxllm.engine.resolve import counts_experts
 from jaxllm.errors import ConfigError, EngineSleepingError
 from jaxllm.expert_load import reader
 from jaxllm.models.load_config import load_model_config
@@ -72,13 +73,13 @@ def test_models_whose_experts_cannot_be_counted() -> None:
         engines.make_core("qwen3", expert_load=True)
     elsewhere = replace(load_model_config(goldens.golden("mixtral").directory), model_class="elsewhere:Model")
     with pytest.raises(ConfigError, match="only jaxllm's own decoder counts"):
-        prepare.counts_experts(EngineConfig.from_options(expert_load=True), elsewhere)
+        counts_experts(EngineConfig.from_options(expert_load=True), elsewhere)
 
 
 def test_nothing_is_counted_unless_devices_have_whole_experts() -> None:
     """Programs and arrays are then what they were."""
     options = EngineConfig.from_options(**{**engines.SMALL, "model": str(goldens.golden("mixtral").directory)})
-    prepared = prepare.Prepared.of(options, goldens.golden("mixtral").directory, (), StartTimes())
+    prepared = Prepared.of(options, goldens.golden("mixtral").directory, (), StartTimes())
     runner: Any = prepared.runner
     assert prepared.config.observe.expert_load is False and prepared.features.expert_load is None
     assert not runner.row_arrays.of_features and "take_expert_tokens" not in runner.shapes.kinds

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm.device_ops import MoveExperts
-from jaxllm.engine import prepare
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.stage_plans import weight_bytes
 from jaxllm.eplb_options import EplbConfig, tell_unused_keys
 from jaxllm.errors import ConfigError
 from jaxllm.expert_load.balancer import plan_moves, table_of
@@ -167,7 +167,7 @@ def test_the_memory_of_a_move_is_counted_with_the_weights(core: EngineCore) -> N
     runner = core.runner
     bytes_of = [array.nbytes // 2 for array in (runner.params[i] for i in runner.shapes.functions.get(ExpertSlots).leaves[2])]
     parallel = core.config.parallel
-    weights = prepare.weight_bytes(runner._source.model, parallel.tensor_parallel_size, parallel.num_ranks)
+    weights = weight_bytes(runner._source.model, parallel.tensor_parallel_size, parallel.num_ranks)
     assert core.memory_plan.weight_bytes - weights == sum(2 * n + 2 * 2 * n // 5 for n in bytes_of)
 
 

@@ -381,7 +381,7 @@ class FakeRunner:
         for block, offset, value in self.written.pop(request_id, ()):
             if self.memory[block][offset] is value and not manager.pool.blocks[block].ref_count:
                 self.memory[block][offset] = DAMAGED
-        for tier in () if manager.loading is None else manager.loading._tiers:
+        for tier in manager.loading._tiers:
             if isinstance(tier, FakeTier):
                 for content in (*tier.contents.values(), *(content for _, content in tier.stores.values())):
                     content[:] = [DAMAGED if id(value) in wrong else value for value in content]
@@ -402,7 +402,7 @@ def runner_for(scheduler: Scheduler, vocab_size: int, rank: int = 0) -> FakeRunn
         num_blocks=len(scheduler.cache_manager.pool.blocks),
         block_size=scheduler.cache_manager.block_size,
         vocab_size=vocab_size,
-        max_num_seqs=scheduler.max_num_seqs,
+        max_num_seqs=scheduler.limits.max_num_seqs,
         max_tokens=scheduler.options.max_step_tokens,
         policies=scheduler.cache_manager.policies,
         drafts=scheduler.drafts,
@@ -463,7 +463,7 @@ class FakeEngine:
     def _failing(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Iterable[tuple[str, Scheduler, FakeRunner]]:
         """The unfinished requests that fail in a step, with their scheduler and runner."""
         for part, scheduler, runner in zip(self._parts(plan), self.schedulers, self.runners, strict=True):
-            for request, _, row in scheduler._in_flight.get(part.step_id, ()) if result.errors else ():
+            for request, _, row in scheduler._in_flight.shares_of(part.step_id) if result.errors else ():
                 if row.request_id in result.errors and not request.status.is_finished:
                     yield row.request_id, scheduler, runner
 

@@ -38,8 +38,7 @@ class Router:
             self.subscriber.read_payload(frames[3])
         manager = self.core.scheduler.cache_manager
         assert self.subscriber.on("GPU") == set(manager.pool.cached_hashes())
-        tiers = [] if manager.loading is None else manager.loading._tiers
-        ready = {name for tier in tiers if isinstance(tier, HostTier) for name in tier.contents.ready_names()}
+        ready = {name for tier in manager.loading._tiers if isinstance(tier, HostTier) for name in tier.contents.ready_names()}
         assert self.subscriber.on("CPU") == ready
 
 

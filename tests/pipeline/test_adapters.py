@@ -5,7 +5,8 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.features import Features
-from jaxllm.engine.prepare import lay_out, resolve_sizes
+from jaxllm.engine.resolve import resolve_sizes
+from jaxllm.engine.stage_plans import lay_out
 from jaxllm.layers.build import build_model
 from jaxllm.lora.device import DeviceSlots
 from jaxllm.models.load_config import load_model_config

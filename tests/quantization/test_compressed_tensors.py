@@ -20,6 +20,7 @@ from jaxllm.parallel.mesh import make_mesh
 from jaxllm.quantization.formats import read_formats
 from jaxllm.quantization.formats.compressed_tensors import CompressedTensors
 from jaxllm.weight_format import Options
+from scripts.saving.formats import saved
 from tests.helpers import goldens
 from tests.helpers.quantized import assert_answers, assert_equal, assert_near, by_path, load, rounded, words, write
 from tests.helpers.slow import slow_except
@@ -168,10 +169,10 @@ def test_parts_are_written_as_the_package_writes_them(name):
     scheme = format.scheme("m")
     has = ["codes", "scale", *(["zero"] if scheme.zeros else [])]
     parts = {f"m.weight:{part}": format.part(part, "m", *expected.shape, files) for part in has}
-    saved = format.saved({"other": expected, **parts})
-    assert saved.pop("other") is expected
-    assert saved.keys() == files.tensors.keys()
-    for stored, array in saved.items():
+    written = saved(format, {"other": expected, **parts})
+    assert written.pop("other") is expected
+    assert written.keys() == files.tensors.keys()
+    for stored, array in written.items():
         np.testing.assert_array_equal(array, files.tensors[stored], err_msg=stored)
 
 

@@ -16,6 +16,7 @@ from jaxllm.quantization.formats.fp8 import Fp8
 from jaxllm.quantization.formats.fp8_blocks import Fp8Blocks
 from jaxllm.quantization.formats.modelopt import SCHEMES, ModelOpt
 from jaxllm.weight_format import Options
+from scripts.saving.formats import saved
 from tests.helpers import goldens
 from tests.helpers.float_formats import fp8, fp8_per, modelopt_nvfp4, mx, mxfp8, nvfp4, widened
 from tests.helpers.quantized import assert_answers, assert_equal, assert_near, by_path, load, write
@@ -182,8 +183,8 @@ def test_blocks_beside_other_algorithms_have_scales_for_each_output(outputs, inp
     format = ModelOpt(layers=(("m", "FP8_PB_WO"),))
     arrays = files.arrays(format)
     np.testing.assert_array_equal(numbers.widen(arrays, SCHEMES["FP8_PB_WO"], np), fp8(weight, 128, 128)[-1])
-    saved = format.saved({f"m.weight:{part}": array for part, array in arrays.items()})
-    np.testing.assert_array_equal(saved["m.weight_scale"], tensors["weight_scale"])
+    written = saved(format, {f"m.weight:{part}": array for part, array in arrays.items()})
+    np.testing.assert_array_equal(written["m.weight_scale"], tensors["weight_scale"])
 
 
 def test_an_algorithm_of_a_module_holds_for_those_below_it():

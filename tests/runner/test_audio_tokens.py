@@ -13,6 +13,7 @@ from flax import nnx
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.device_ops import EncodeItem
 from jaxllm.encoder_sizes import EncoderSizes
+from jaxllm.foreseen import Needs
 from jaxllm.layers.audio import AudioEmbedder, attend_by_head, attend_together, encoding_bytes
 from jaxllm.media.features import pack_part
 from jaxllm.model_parts import MLP, Audio, AudioTokens, MergerLinear
@@ -99,7 +100,7 @@ def test_a_larger_program_that_is_there_encodes_a_clip() -> None:
 @pytest.mark.parametrize(("num_tokens", "sizes"), [(1, [14, 26, 50]), (6, [14, 26, 50]), (7, [26, 50]), (25, [50])])
 def test_a_request_waits_for_a_program_that_holds_its_clips(num_tokens: int, sizes: list[int]) -> None:
     (encode,) = HeardTokens(AUDIO, SIZES, "float32", Kernels(), None).programs()  # type: ignore[arg-type]
-    wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
+    wanted = Wanted.of(Needs(SamplingParams()), full_logprobs=False)
     items = [PromptItem("audio", b"a", 0, 1), PromptItem("audio", b"b", 1, num_tokens)]
     found = [*encode.awaited(None, replace(wanted, items=items))]  # type: ignore[arg-type]
     assert [[key.size for key in keys] for keys in found] == [sizes]

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxllm.config import EngineConfig, resolve_platform_defaults
 from jaxllm.device_ops import EncodeItem, EncodeParts, UseItem
 from jaxllm.encoder_sizes import EncoderSizes
+from jaxllm.foreseen import Needs
 from jaxllm.kernel_policy import CPU
 from jaxllm.layers.build import build_tower
 from jaxllm.layers.vision import PatchIndices, VisionTower
@@ -133,7 +134,7 @@ def test_a_request_foresees_the_programs_of_its_images(vision, cells, patches):
     """Each image alone, and all of them as far as a step encodes so much; and the mixed step up to the last one."""
     images = Images(vision, EncoderSizes.of(vision, 16384), "float32", Kernels(), None, True)
     items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate(cells)]
-    wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
+    wanted = Wanted.of(Needs(SamplingParams()), full_logprobs=False)
     (encode, of_videos), inputs = images.programs(), FeatureInputs((RopeDelta(), images))
     assert inputs.of_items(items) == (("images",) if cells else ())
     wanted = replace(wanted, items=items, features=inputs.of_items(items), num_tokens=4096)
@@ -155,7 +156,7 @@ def test_a_request_waits_for_all_parts_of_its_images(vision):
     encode, _ = Images(vision, EncoderSizes.of(vision, 4096, 600), "float32", Kernels(), None, True).programs()
     num_parts = {size: len(encode.keys(size)) for size in encode.sizes}
     assert num_parts == {256: 1, 1024: 2, 2048: 2, 4096: 2}, "at most one for each layer"
-    wanted = Wanted.of(SamplingParams(), None, is_masked=False, full_logprobs=False)
+    wanted = Wanted.of(Needs(SamplingParams()), full_logprobs=False)
     items = [replace_item(position=5000 * i, num_tokens=count) for i, count in enumerate((60, 1024, 250, 20, 1000))]
     found = [*encode.awaited(None, replace(wanted, items=items))]
     assert found == [[key] for size in (1024, 4096) for key in encode.keys(size)] + [encode.keys(256)]

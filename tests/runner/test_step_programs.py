@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig, resolve_platform_defaults
+from jaxllm.foreseen import Needs
 from jaxllm.kernel_policy import GPU
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import TENSOR
@@ -153,7 +154,7 @@ def test_which_rare_programs_a_request_needs_follows_from_its_parameters(params,
     params = dict(params)
     pooling, is_masked = PoolingParams() if params.pop("pooling", False) else None, params.pop("is_masked", False)
     programs = engine_programs()
-    wanted = programs.wanted_by(SamplingParams(**params), pooling, is_masked=is_masked)
+    wanted = programs.wanted_by(Needs(SamplingParams(**params), pooling, is_masked))
     found = programs.keys_of(wanted)
     is_sampled_apart = any(kind == "sample" for kind, _, _ in kinds)
     if is_sampled_apart:

@@ -37,9 +37,7 @@ class Elsewhere:
             self.scheduler.check_integrity()
 
     def num_held(self) -> int:
-        loading = self.scheduler.cache_manager.loading
-        assert loading is not None
-        return sum(len(blocks) for _, blocks in loading.holders())
+        return sum(len(blocks) for _, blocks in self.scheduler.cache_manager.loading.holders())
 
 
 def test_blocks_arrive_over_time_and_none_is_computed() -> None:

@@ -177,7 +177,7 @@ def test_limits_of_chunks_leave_room_for_a_whole_item() -> None:
     requests = [add(engine, name, named_image(name, 9, 12)) for name in "ab"]
     engine.scheduler.limit_steps(64)
     check_tokens(engine, *requests)
-    assert engine.scheduler.max_num_batched_tokens == 12 and (9, 12) in chunks(engine, "b")
+    assert engine.scheduler.limits.max_num_batched_tokens == 12 and (9, 12) in chunks(engine, "b")
 
 
 def test_an_item_too_large_for_a_step_is_refused() -> None:

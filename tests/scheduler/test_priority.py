@@ -112,7 +112,7 @@ def test_the_tokens_given_back_serve_later_requests_of_the_same_step():
         scheduler.add_request(make_request(name, length, priority=priority))
     step(scheduler)
     scheduler.running.sort(key=lambda request: ("low", "high", "mid").index(request.request_id))
-    scheduler.max_num_batched_tokens = 2
+    scheduler.limits.max_num_batched_tokens = 2
     plan, _ = step(scheduler)
     assert plan.num_scheduled_tokens == {"low": 1, "high": 1}
     plan, _ = step(scheduler)

@@ -270,8 +270,7 @@ class _Load:
 
     @property
     def is_loading(self) -> bool:
-        all_loading = [scheduler.cache_manager.loading for scheduler in self.engine.schedulers]
-        return any(loading is not None and loading.holders() for loading in all_loading)
+        return any(scheduler.cache_manager.loading.holders() for scheduler in self.engine.schedulers)
 
     def end(self, request_id: str) -> None:
         del self.live[request_id]

@@ -391,7 +391,7 @@ def test_nothing_is_left_when_all_requests_have_ended():
     scheduler = make_scheduler(num_blocks=40, max_num_batched_tokens=50)
     add(scheduler, *(make_request(f"r{i}", 30 + i, max_tokens=10) for i in range(10)))
     run_to_end(scheduler)
-    assert not scheduler.running and not len(scheduler.waiting) and not scheduler.requests and not scheduler._in_flight
+    assert not scheduler.running and not len(scheduler.waiting) and not scheduler.requests and not scheduler._in_flight.steps()
     assert not scheduler.cache_manager._tables
     assert scheduler.cache_manager.pool.num_free_blocks == 39
     assert all(block.ref_count == 0 for block in scheduler.cache_manager.pool.blocks)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.errors import ModelLoadError
 from jaxllm.quantization.formats.fp8_checkpoint import read_block
 from jaxllm.quantization.formats.kv_scales import UNUSED, KVScales, read_cache_scheme
-from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, parts_by_module
+from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale
 from jaxllm.quantization.formats.patterns import matches_any, read_names
 from jaxllm.quantization.numbers import NUMBERS, NVFP4, Number, Scheme
 from jaxllm.weight_format import Expected, Files, Options, WeightFormat
@@ -103,7 +103,7 @@ class CompressedTensors(PackedFormat):
         return told
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
-        group, scheme, number = self._of_module(module)
+        group, scheme, number = self.of_module(module)
         num_groups = math.ceil(num_inputs / (scheme.group or num_inputs))
         packed = num_inputs // number.per_value
         if number.code_type != "uint8":
@@ -126,7 +126,7 @@ class CompressedTensors(PackedFormat):
         return {f"{module}.{name}": expected for name, expected in found.items()}
 
     def part(self, name: str, module: str, num_outputs: int, num_inputs: int, files: Files) -> np.ndarray:
-        group, scheme, number = self._of_module(module)
+        group, scheme, number = self.of_module(module)
         if name == "scale":
             scale = float_scale(files, f"{module}.weight_scale")
             if group.rows is None:
@@ -147,26 +147,7 @@ class CompressedTensors(PackedFormat):
         # Codes lie in a word from its lowest bits on, so bytes hold them in order.
         return files.tensor(f"{module}.weight_packed").view(np.uint8)[:, : num_inputs // number.per_value]
 
-    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        written, parts = parts_by_module(tensors)
-        for module, arrays in parts.items():
-            group, scheme, number = self._of_module(module)
-            codes, scale, weight = arrays["codes"], arrays["scale"], f"{module}.weight"
-            written[f"{weight}_scale"] = scale[:1, 0] if group.rows is None else scale[:: group.rows]
-            if "factor" in arrays:
-                written[f"{weight}_global_scale"] = 1 / arrays["factor"][:1]
-            if number.code_type != "uint8":
-                written[weight] = codes
-            elif scheme.number == "e2m1":
-                written[f"{weight}_packed"] = codes
-            else:
-                written[f"{weight}_packed"] = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
-                written[f"{weight}_shape"] = np.array([len(codes), codes.shape[1] * number.per_value])
-            if "zero" in arrays:
-                written[f"{weight}_zero_point"] = _in_words(arrays["zero"], number.bits)
-        return written
-
-    def _of_module(self, module: str) -> tuple[Group, Scheme, Number]:
+    def of_module(self, module: str) -> tuple[Group, Scheme, Number]:
         group = self._group(module)
         assert group is not None
         return group, group.scheme, NUMBERS[group.scheme.number]
@@ -177,14 +158,6 @@ def _known(groups: tuple[Group, ...], ignored: tuple[str, ...]) -> dict[str, Gro
     """The groups of modules that were asked for. All copies of a format (`split`, `of`) have them, because hundreds of names for tens of
     thousands of experts take seconds."""
     return {}
-
-
-def _in_words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [N / codes in a word, G] of codes [N, G], the first in the lowest bits."""
-    shifts = np.arange(0, _WORD_BITS, bits, dtype=np.uint32)[:, None]
-    padded = np.pad(codes.astype(np.uint32), ((0, -len(codes) % len(shifts)), (0, 0)))
-    shifted = padded.reshape(-1, len(shifts), codes.shape[1]) << shifts
-    return shifted.sum(axis=1, dtype=np.uint32).view(np.int32)
 
 
 def _class_of(module: str) -> str:

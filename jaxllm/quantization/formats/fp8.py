@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
 
 _DUMMY_DEVIATION = 100.0
-_NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,24 +142,6 @@ class Fp8(Fp8Checkpoint):
         return (
             draw.full(deviation / _DUMMY_DEVIATION, "float32") if part == "scale" else narrow(_DUMMY_DEVIATION * draw.normal())
         )
-
-    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
-        """Compressed-tensors with a scale per output channel."""
-        if not self.computes:
-            return None
-        linear = {
-            "targets": ["Linear"],
-            "weights": {**_NUMBER, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_NUMBER, "strategy": "token", "dynamic": True},
-        }
-        plain = [name for modules in config.linears() if not all(map(self.covers, modules)) for name in modules]
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": linear},
-            "ignore": [config.names.head, *plain],
-        }
 
     def unrestorable(self, names: Any) -> str:
         if not self.computes or any(name.endswith(".values") for name in names):

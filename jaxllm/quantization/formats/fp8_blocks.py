@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Source, Tensor
 from jaxllm.quantization.formats.fp8_checkpoint import SCALE_TYPES, STORED_TYPE, Fp8Checkpoint, has_blocks, read_checkpoint
-from jaxllm.quantization.formats.packed import PART, PackedFormat, ReadPart, parts_by_module
+from jaxllm.quantization.formats.packed import PART, PackedFormat, ReadPart
 from jaxllm.quantization.numbers import Scheme
 from jaxllm.weight_format import Expected, Files, Options, ParamSpec, Reader
 
@@ -100,18 +100,6 @@ class Fp8Blocks(Fp8Checkpoint, PackedFormat):
             )
         group = self._group(num_inputs) or num_inputs
         return scale[row_of_output[:, None], np.arange(0, num_inputs, group) // columns]
-
-    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        written, parts = parts_by_module(tensors)
-        for module, arrays in parts.items():
-            codes, scale = arrays["codes"], arrays["scale"]
-            rows, columns = self.block_shape or (1, codes.shape[-1])
-            name = f"{module}.weight" if codes.ndim == 2 else module
-            written[name] = codes
-            written[f"{name}{self.scale_ending(codes.shape)}"] = scale[
-                ..., ::rows, :: max(1, columns * scale.shape[-1] // codes.shape[-1])
-            ]
-        return written
 
 
 @functools.cache

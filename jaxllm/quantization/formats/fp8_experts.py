@@ -1,7 +1,7 @@
 """Experts in fp8 with a scale per output channel, expert or tensor, computed as stored."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from jaxllm.quantization.formats.fp8_blocks import Fp8Blocks
 from jaxllm.weight_format import ParamSpec, WeightSpec
@@ -37,6 +37,3 @@ class Fp8Experts(Fp8Blocks):
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         return None if weight.modules else super().declare(weight)
-
-    def saved_config(self, given: Any, config: Any, formats: Any) -> None:
-        """That of `fp8.Fp8` says it."""

@@ -12,7 +12,7 @@ from jaxllm.gguf_files.blocks import BLOCKS, SUFFIX, Blocks
 from jaxllm.layers.source import Tensor
 from jaxllm.quantization.formats.packed import PackedFormat
 from jaxllm.quantization.numbers import NUMBERS, Scheme, plain_codes
-from jaxllm.weight_format import Expected, Files, Options, WeightFormat
+from jaxllm.weight_format import Expected, Files, Options
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
@@ -88,9 +88,6 @@ class Gguf(PackedFormat):
     def beside(self, tensor: Tensor, files: Files) -> dict[str, Expected]:
         """None: the reader of the files widens all that is read as plain numbers."""
         return {}
-
-    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
-        return given
 
 
 def scheme_of_blocks(blocks: Blocks) -> Scheme:

@@ -25,9 +25,9 @@ from jaxllm.quantization.formats.modelopt_config import (
     is_modelopt,
     read_description,
 )
-from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, module_of, parts_by_module
+from jaxllm.quantization.formats.packed import PackedFormat, float_factor, float_scale, module_of
 from jaxllm.quantization.formats.patterns import matches_any
-from jaxllm.quantization.numbers import NUMBERS, NVFP4, Scheme
+from jaxllm.quantization.numbers import NVFP4, Scheme
 from jaxllm.weight_format import Expected, Files, Options, ParamSpec, WeightFormat, WeightSpec
 
 SCHEMES = {
@@ -91,7 +91,7 @@ class ModelOpt(PackedFormat):
     def _found(self) -> dict[str, str | None]:
         return {}
 
-    def _algorithm(self, module: str) -> str | None:
+    def algorithm_for(self, module: str) -> str | None:
         if module not in self._found:
             self._found[module] = None if matches_any(self.ignored, module) else self._of_layers(module)
         return self._found[module]
@@ -104,12 +104,12 @@ class ModelOpt(PackedFormat):
         return self.algorithm
 
     def scheme(self, module: str) -> Scheme | None:
-        return SCHEMES.get(self._algorithm(module) or "")
+        return SCHEMES.get(self.algorithm_for(module) or "")
 
     def of(self, weight: WeightSpec) -> Self:
         """With what is said of this weight's modules alone, so that equal layers have equal formats."""
         modules = set(map(module_of, weight.plain.source.tensors))
-        named = {module: self._algorithm(module) for module in sorted(modules)}
+        named = {module: self.algorithm_for(module) for module in sorted(modules)}
         algorithms = set(named.values())
         layers = () if len(algorithms) == 1 else tuple((name, found) for name, found in named.items() if found is not None)
         return replace(super().of(weight), algorithm=None if layers else algorithms.pop(), layers=layers, ignored=())
@@ -123,7 +123,7 @@ class ModelOpt(PackedFormat):
         return "; ".join(told)
 
     def stored(self, module: str, num_outputs: int, num_inputs: int) -> dict[str, Expected]:
-        algorithm = self._algorithm(module)
+        algorithm = self.algorithm_for(module)
         shape, eight = (num_outputs, num_inputs), ("F8_E4M3",)
         if algorithm == "MXFP8":
             found = {"weight": Expected(shape, eight), "weight_scale": Expected((num_outputs, num_inputs // 32), ("U8",))}
@@ -152,29 +152,13 @@ class ModelOpt(PackedFormat):
         if name == "factor":
             return np.broadcast_to(float_factor(files, f"{module}.weight_scale_2"), num_outputs)
         scale = float_scale(files, f"{module}.weight_scale")
-        algorithm = self._algorithm(module)
+        algorithm = self.algorithm_for(module)
         if algorithm not in ALL_FP8:
             return scale.reshape(num_outputs, -1)
         if algorithm == FP8_BLOCK:
             blocks = scale.reshape(math.ceil(num_outputs / BLOCK[0]), -1)
             return blocks.astype(np.float32)[np.arange(num_outputs) // BLOCK[0]]
         return np.broadcast_to(scale.astype(np.float32).reshape(-1, 1), (num_outputs, 1))
-
-    def saved(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        written, parts = parts_by_module(tensors)
-        for module, arrays in parts.items():
-            codes, scale, algorithm = arrays["codes"], arrays["scale"], self._algorithm(module)
-            if algorithm == FP8_BLOCK:
-                scale = scale[:: BLOCK[0]]
-            elif algorithm in ALL_FP8:
-                scale = scale[:, 0]
-            stored = self.stored(module, len(codes), codes.shape[1] * NUMBERS[SCHEMES[str(algorithm)].number].per_value)
-            found = {"weight": codes, "weight_scale": scale, "weight_scale_2": arrays.get("factor")}
-            for name, array in found.items():
-                if array is not None:
-                    shape = stored[f"{module}.{name}"].shape
-                    written[f"{module}.{name}"] = array.reshape(-1)[: math.prod(shape)].reshape(shape)
-        return written
 
 
 def _as_written(found: Mapping[str, Expected], files: Files) -> dict[str, Expected]:

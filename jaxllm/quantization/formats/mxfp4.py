@@ -213,9 +213,6 @@ class Mxfp4(WeightFormat):
             return super().dummy(part, draw, deviation)
         return draw.bits("uint16") if part == "words" else draw.full(_DUMMY_EXPONENT, "uint8")
 
-    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
-        return given if self.computes else None
-
     def unrestorable(self, names: Collection[str]) -> str:
         is_packed = any(name.endswith(".words") for name in names)
         if is_packed and not self.computes:

@@ -303,9 +303,6 @@ class PackedFormat(WeightFormat):
             return draw.full(middle * scale, "float32")
         return draw.full(round(math.log2(scale)) + EXPONENT_BIAS if scheme.scale_type == "uint8" else scale, "float32")
 
-    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
-        return given if self.computes else None
-
     def unrestorable(self, names: Collection[str]) -> str:
         is_packed = any(name.endswith(".codes") for name in names)
         if is_packed == self.computes:
@@ -342,19 +339,6 @@ def float_factor(files: Files, name: str) -> np.float32:
     if not 0 < factor < np.inf:
         raise ModelLoadError(f"{name} is {factor}, must be a positive number; the file is damaged, or of another format")
     return factor
-
-
-def parts_by_module(tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-    """The tensors of `WeightFormat.saved` that are no parts of weights, and the parts of each module."""
-    others: dict[str, np.ndarray] = {}
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    for name, array in tensors.items():
-        weight, _, part = name.partition(PART)
-        if part:
-            parts.setdefault(weight.removesuffix(".weight"), {})[part] = array
-        else:
-            others[name] = array
-    return others, parts
 
 
 def _output_major_shape(tensor: Tensor) -> tuple[int, int]:

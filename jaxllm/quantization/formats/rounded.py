@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from jaxllm.layers.source import Tensor
-from jaxllm.quantization.formats.compressed_tensors import PACKED, CompressedTensors, Group
+from jaxllm.quantization.formats.compressed_tensors import CompressedTensors, Group
 from jaxllm.quantization.formats.packed import ReadPart, module_of
-from jaxllm.quantization.numbers import NUMBERS, Scheme
-from jaxllm.weight_format import Expected, Files, Options, ParamSpec, Reader, WeightFormat
+from jaxllm.quantization.numbers import Scheme
+from jaxllm.weight_format import Expected, Files, Options, ParamSpec, Reader
 
 if TYPE_CHECKING:
-    from jaxllm.model_config import ModelConfig
+    pass
 
 LARGEST_GROUP = 128
 _NUMBERS = {"int8": "uint8b128", "int4": "int4"}
-_TARGET = "Linear"
+LINEAR = "Linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Rounded(CompressedTensors):
         number, has_groups = _NUMBERS[options.quantization], options.quantization == "int4"
         scale_type = options.stored_dtype if has_groups else "float32"
         scheme = Scheme(number, LARGEST_GROUP if has_groups else None, scale_type=scale_type)
-        return cls(groups=(Group((_TARGET,), scheme),), ignored=options.unquantized)
+        return cls(groups=(Group((LINEAR,), scheme),), ignored=options.unquantized)
 
     def scheme_of(self, module: str, num_inputs: int) -> Scheme | None:
         scheme = self.scheme(module)
@@ -81,34 +81,8 @@ class Rounded(CompressedTensors):
             f"{module_of(tensor)}.weight", shape[::-1] if self.transposed else shape, shape, transposed=self.transposed
         )
 
-    def saved_config(self, given: Any, config: "ModelConfig", formats: Mapping[str, WeightFormat]) -> Mapping[str, Any] | None:
-        schemes = {module: format.weight_scheme for module, format in formats.items() if isinstance(format, Rounded)}
-        modules: dict[Scheme, list[str]] = {}
-        for module, scheme in schemes.items():
-            assert scheme is not None
-            modules.setdefault(scheme, []).append(module)
-        commonest = max(modules, key=lambda scheme: len(modules[scheme]))
-        plain = [name for names in config.linears() for name in names if name not in schemes]
-        return {
-            "quant_method": "compressed-tensors",
-            "format": PACKED,
-            "quantization_status": "compressed",
-            "config_groups": {
-                f"group_{i}": _group(scheme, [_TARGET] if scheme == commonest else names)
-                for i, (scheme, names) in enumerate(modules.items())
-            },
-            "ignore": [config.names.head, *plain],
-            "kv_cache_scheme": None,
-        }
-
     def unrestorable(self, names: Collection[str]) -> str:
         return (
             "holds an orbax checkpoint, whose weights stay as they are; leave --quantization out, or convert the original again with "
             "scripts/convert_checkpoint.py --quantization"
         )
-
-
-def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-    size = {"strategy": "channel"} if scheme.group is None else {"strategy": "group", "group_size": scheme.group}
-    number = {"num_bits": NUMBERS[scheme.number].bits, "type": "int", "symmetric": True, "dynamic": False}
-    return {"targets": targets, "weights": {**number, **size}, "input_activations": None}

@@ -92,12 +92,10 @@ class WriteProgram(ProgramKind):
     """See `Adapters.write`."""
 
     name = "write_adapter"
+    only = "common"
 
     def __init__(self, adapters: Adapters):
         self.adapters = adapters
-
-    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         arrays = programs.params[self.adapters.part]

@@ -1,6 +1,6 @@
 """Counts on the device how many tokens each expert of each mixture computes."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,12 +92,10 @@ class TakeExpertTokens(ProgramKind):
     """See `ExpertCounts.take`."""
 
     name = "take_expert_tokens"
+    only = "common"
 
     def __init__(self, counts: ExpertCounts):
         self.counts = counts
-
-    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         return programs.lower_on_ranks(self.counts.take, (programs.rows,), donate=(0,))

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from jaxllm.foreseen import Needs
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import PromptItem
 from jaxllm.runner.feature_inputs import Names
@@ -33,8 +34,9 @@ class Wanted:
     """The size of that program, if a step computes the prompt up to the last item or as much as it can."""
 
     @classmethod
-    def of(cls, params: SamplingParams, pooling: PoolingParams | None, *, is_masked: bool, full_logprobs: bool) -> "Wanted":
-        """The needs of a request with these parameters, whose prompt has no items."""
+    def of(cls, needs: Needs, *, full_logprobs: bool) -> "Wanted":
+        """Make the needs of a request, without those of the items in its prompt."""
+        params, pooling, is_masked, _ = needs
         return cls(params, pooling, *sampled_by(params, full_logprobs=full_logprobs, is_masked=is_masked), is_masked)
 
     @property
@@ -47,6 +49,8 @@ class ProgramKind:
     """A kind of program, by the name that keys have. What a kind does not override holds for most."""
 
     name: str
+    only: Literal["common", "at_start", "rare"] | None = None
+    """Which method lists the program, if there is one of the kind."""
     draws = False
     """Whether it draws tokens by its key's variant: one with random draws can then do the work of a greedy one."""
     is_hurried = False
@@ -54,15 +58,18 @@ class ProgramKind:
 
     def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         """Programs that almost every request needs, the slowest to compile first."""
-        return ()
+        return self._only("common")
 
     def at_start(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         """Programs that only the start runs."""
-        return ()
+        return self._only("at_start")
 
     def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         """Programs that only some requests need."""
-        return ()
+        return self._only("rare")
+
+    def _only(self, which: str) -> Iterable[ProgramKey]:
+        return [ProgramKey(self.name)] if self.only == which else []
 
     def rank(self, key: ProgramKey) -> int:
         """Rare programs of a higher rank are made after those of all kinds with a lower one."""

@@ -1,6 +1,5 @@
 """`new_caches`: the KV cache and the states of layers, zeroed."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import jax
@@ -19,9 +18,7 @@ class NewCaches(ProgramKind):
     """Allocates what layers keep."""
 
     name = "new_caches"
-
-    def at_start(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
+    only = "at_start"
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         def make_caches() -> Caches:

@@ -1,6 +1,5 @@
 """`new_state` and `admit`: what full sampling keeps of requests, zeroed, and one request's part of it."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jaxllm.runner.programs.key import ProgramKey
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class _StateProgram(ProgramKind):
-    def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
+    only = "rare"
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         return needs_state(wanted.params)

@@ -1,6 +1,6 @@
 """`write_blocks`: block tables of long cached prefixes, which do not fit into a step's buffer."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,9 +33,7 @@ class WriteBlocks(ProgramKind):
     """See `Body.write_blocks`."""
 
     name = "write_blocks"
-
-    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
+    only = "common"
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         arguments = (programs.rows, programs.ints(2, UPDATES_PER_WRITE))

@@ -20,12 +20,10 @@ class EncodeClip(ProgramKind):
     """See `Hearing.encode`. With data-parallel ranks, a rank without a clip encodes silence meanwhile and writes nothing."""
 
     name = "encode_clip"
+    only = "common"
 
     def __init__(self, hearing: "Hearing"):
         self.hearing = hearing
-
-    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         audio, first = self.hearing.audio, len(programs.cache.arrays)

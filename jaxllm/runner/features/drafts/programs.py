@@ -64,12 +64,10 @@ class Show(ProgramKind):
     """See `Drafts.show`."""
 
     name = "show"
+    only = "common"
 
     def __init__(self, drafts: "Drafts"):
         self.drafts = drafts
-
-    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         arguments = (programs.rows, programs.ints(2), programs.ints(TOKENS_PER_SHOW))
@@ -80,12 +78,10 @@ class SetDrafts(ProgramKind):
     """See `set_drafts`: drafts from the host, of grammars."""
 
     name = "set_drafts"
+    only = "rare"
 
     def __init__(self, num_drafts: int):
         self.num_drafts = num_drafts
-
-    def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         return wanted.is_masked
@@ -99,9 +95,7 @@ class CopyDrafts(ProgramKind):
     """A copy of the drafts, for grammars, which stays when the next program takes the rows."""
 
     name = "drafts"
-
-    def rare(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
+    only = "rare"
 
     def is_needed(self, key: ProgramKey, wanted: Wanted) -> bool:
         return wanted.is_masked

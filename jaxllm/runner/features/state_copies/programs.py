@@ -1,6 +1,6 @@
 """`store_state` and `load_state`: between what layers keep of a row and blocks of the KV cache."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class StateProgram(ProgramKind):
     """Takes the arrays of blocks and states, a row, and as many blocks as its states take. Returns the arrays."""
 
-    def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
-        return [ProgramKey(self.name)]
+    only = "common"
 
     def lower(self, programs: "StepPrograms", key: ProgramKey) -> Lowered:
         format = StateFormat.of(programs.cache, programs.mesh.shape[TENSOR])
