@@ -24,6 +24,7 @@ FAMILIES = {
     "AfmoeForCausalLM": ("afmoe", "jaxllm.models.afmoe:read"),
     "ApertusForCausalLM": ("apertus", "jaxllm.models.apertus:read"),
     "ArceeForCausalLM": ("arcee", "jaxllm.models.arcee:read"),
+    "BailingHybridForCausalLM": ("bailing_hybrid", "jaxllm.models.bailing:read_v3"),
     "BailingMoeV2ForCausalLM": ("bailing_moe", "jaxllm.models.bailing:read"),
     "BailingMoeV2_5ForCausalLM": ("bailing_moe_v2_5", "jaxllm.models.bailing:read_v2_5"),
     "BailingMoeV3ForCausalLM": ("bailing_hybrid", "jaxllm.models.bailing:read_v3"),

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -50,6 +51,16 @@ def test_logits_of_variants_without_a_golden_equal_transformers(name, torch, tmp
         expected = reference(torch.tensor([token_ids])).logits[0].numpy()
     found = goldens.logits(config, state, token_ids, pad_to=64)
     np.testing.assert_allclose(found, expected, atol=2e-5 * max(5.0, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "ling_3"])
+def test_a_checkpoint_with_the_names_of_transformers_is_that_of_the_hub(name, torch, tmp_path):
+    reference = make_goldens.random_model(tiny_configs.VARIANTS[name], seed=1, scale=0.3)
+    make_goldens.save(reference, tmp_path / "hub")
+    reference.save_pretrained(tmp_path / "transformers")
+    (_, expected), (_, found) = (goldens.load(tmp_path / form) for form in ("hub", "transformers"))
+    for weight, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(other, weight)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "qwen2", "qwen3"])
