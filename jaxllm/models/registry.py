@@ -83,6 +83,7 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": ("mistral3", "jaxllm.models.mistral3:read"),
     "Mistral4ForCausalLM": ("mistral4", "jaxllm.models.mistral:read_mistral4"),
     "MistralForCausalLM": ("mistral", "jaxllm.models.mistral:read"),
+    "MistralLarge3ForCausalLM": ("mistral_large_3", "jaxllm.models.mistral:read_large_3"),
     "MixtralForCausalLM": ("mixtral", "jaxllm.models.mixtral:read"),
     "ModernBertForSequenceClassification": ("modernbert", "jaxllm.models.modernbert:read"),
     "ModernBertModel": ("modernbert", "jaxllm.models.modernbert:read"),

@@ -155,6 +155,15 @@ def test_other_engines(name, options):
             },
         ),
         (
+            "mistral_large_3",
+            {
+                "tensor_parallel_size": 2,
+                "max_num_batched_tokens": 16,
+                "num_gpu_blocks_override": 12,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+        ),
+        (
             "ling_2_5",
             {
                 "tensor_parallel_size": 2,
