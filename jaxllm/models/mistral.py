@@ -71,7 +71,7 @@ _OF_LAYERS = {
 _OF_MLPS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LAYER = r"^(model\.layers\.\d+)"
 NAMES_LARGE_3 = Names(
-    is_part=True,  # beside a vision encoder
+    is_part=True,  # the checkpoint has a vision encoder too
     aliases=(
         *((rf"^{name}(?=\.|$)", ours) for name, ours in _OUTSIDE.items()),
         # Scales of caches in 8 bits, which have none here: left out as what is not of the text model is.
@@ -118,7 +118,7 @@ def read_mistral4(c: ConfigReader, **fields: Any) -> ModelConfig:
 
 
 def read_large_3(c: ConfigReader) -> ModelConfig:
-    """Of the config that `mistral_params.as_config` makes."""
+    """Mistral Large 3. Its config is what `mistral_params.as_config` makes of params.json."""
     c = c.with_defaults(**DEFAULTS_LARGE_3)
     for name, value in REQUIRED_LARGE_3.items():
         c.refuse_unless(name, value)

@@ -44,7 +44,7 @@ def as_config(params: Mapping[str, Any], file: Path) -> dict[str, Any]:
         )
     found = {OF_MODEL.get(name, name): value for name, value in params.items()}
     found |= {OF_EXPERTS.get(str(name), str(name)): value for name, value in experts.items()}
-    if "max_position_embeddings" in params:  # max_seq_len may stand beside it
+    if "max_position_embeddings" in params:  # rather than max_seq_len
         found["max_position_embeddings"] = params["max_position_embeddings"]
     if isinstance(yarn, Mapping):
         found["rope_parameters"] = _rope(yarn)

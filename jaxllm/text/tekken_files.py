@@ -36,7 +36,7 @@ FIRST_SPECIAL = (
     *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
     *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Those of files that name none."""
+"""The first special tokens of files without a list of them."""
 MAX_SPECIAL = 2**16
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
 
@@ -80,7 +80,7 @@ def read_tekken(file: Path) -> tokenizers.Tokenizer:
 
 
 def special_tokens(backend: tokenizers.Tokenizer) -> Mapping[str, Any]:
-    """What a tokenizer_config.json would say of a file's special tokens."""
+    """The special tokens that have a role, by its name in tokenizer_config.json."""
     return {name: text for name, text in SPECIAL.items() if backend.token_to_id(text) is not None}
 
 
