@@ -91,7 +91,7 @@ class ModelOptions:
     ] = None
     chat_template: Annotated[
         str | None,
-        "file or text of a Jinja chat template, or deepseek_v32; default: the tokenizer's own, or the one for its architecture",
+        "file or text of a Jinja chat template, deepseek_v32 or mistral_large_3; default: the tokenizer's own, or its architecture's",
     ] = None
     runner: Annotated[
         Literal["auto", "generate", "pooling"],

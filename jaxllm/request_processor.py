@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jaxllm.config import EngineConfig
 from jaxllm.core_interface import Core
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.hub import short_name
+from jaxllm.hub import CONFIG_FILES, short_name
 from jaxllm.kv_transfer import KVTransfer
 from jaxllm.media import load_processor
 from jaxllm.metrics.engine_metrics import EngineMetrics, cache_labels
@@ -245,7 +245,7 @@ class RequestProcessor:
 
 def _built_in_template(directory: Path) -> str | None:
     """The name of the template for the model in a directory; None: there is none."""
-    if not (directory / "config.json").is_file():
+    if not any((directory / name).is_file() for name in CONFIG_FILES):
         return None
     named = read_config_json(directory).get("architectures")
     return OF_ARCHITECTURES.get(str(named[0])) if isinstance(named, list) and named else None

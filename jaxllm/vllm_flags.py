@@ -134,7 +134,7 @@ _ENGINE = (
     *_refused("set $HF_TOKEN or run `hf auth login`: a token on the command line is seen in the list of processes",
               optional="hf_token", harmless=(True,)),
     *_refused("config.json is read from the model's directory; --hf-overrides changes it", values="hf_config_path"),
-    *_refused("configs are read in the hub's format, config.json; give a checkpoint that has it, not only params.json",
+    *_refused("config.json is read, and where there is none, params.json of Mistral's mixtures of experts with attention over latents",
               values="config_format", harmless=("auto", "hf", "mistral")),
     *_refused("every model is an implementation of jaxllm's own; `jaxllm models` lists them",
               values="model_impl", harmless=("auto", "vllm")),

@@ -47,8 +47,8 @@ VALUES: Mapping[str, Mapping[str, VllmValue]] = {
         **dict(_refused("give the whole checkpoint, of which each device reads its part", "runai_streamer_sharded sharded_state")),
         **dict(_refused("weights are not passed between processes; give the checkpoint's directory", "ipc_cache modelexpress")),
         **dict(_refused("give the checkpoint with safetensors, and config.json and tokenizer.json next to them", "tensorizer")),
-        **dict(_taken("auto", "files in the hub's form are read (config.json, model*.safetensors, tokenizer.json), which Mistral's "
-                      "checkpoints have in addition to their own", "mistral")),
+        **dict(_taken("auto", "files in the hub's form are read (config.json, model*.safetensors, tokenizer.json) where a checkpoint "
+                      "has them, else Mistral's own", "mistral")),
         **dict(_taken("auto", f"{_STORED}; weights that it holds in 16 bits stay so", "bitsandbytes")),
     },
     "quantization": {

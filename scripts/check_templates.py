@@ -7,6 +7,7 @@ may leave out what its model does not have: parallel calls, thoughts, or content
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def written(template: str, answer: Answer) -> tuple[str, str]:
 
 def read(prompt: str, text: str, tool: str | None, reasoning: str | None) -> Answer:
     """The answer to a prompt as dialects read it."""
-    dialect, thinking = by_name(tool, reasoning)
+    dialect, thinking = by_name(tool, reasoning, re.findall(r"</?[^<>\s]+>", text))  # tokens whose names end as the model's do
     parser = StreamParser(dialect, thinking, tools=TOOLS, prompt_text=prompt)
     found, arguments = Answer([]), list[str]()
     for delta in [*parser.feed(text), *parser.finish()]:
@@ -116,13 +117,14 @@ def check(template: str) -> tuple[bool, str]:
     names = f"{tool or '-'}, {reasoning or '-'}"
     if tool is None:
         return True, f"{names}: no dialect of calls"
-    told = ""
+    told, has_calls = "", False
     for what, answer in answers():
         try:
             prompt, text = written(template, answer)
         except JaxLLMError as error:
             told = told or f"cannot write {what}: {error}"
             continue
+        has_calls = has_calls or answer.calls[0][0] in text
         found = read(prompt, text, tool, reasoning)
         # What ends the turn is a stop token, and stands behind the calls.
         if (
@@ -132,6 +134,8 @@ def check(template: str) -> tuple[bool, str]:
         ):
             return True, f"{names}: reads {what}" + (f" ({told})" if told else "")
         told = told or f"{what}: wrote {text!r}, read {found}"
+    if told and not has_calls and not told.startswith("cannot write"):
+        return True, f"{names}: the template writes no calls"
     return False, f"{names}: {told}"
 
 

@@ -28,7 +28,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedConfig
 
-from scripts.tiny_configs import VARIANTS, architecture, model_class_of, published
+from jaxllm.models import mistral_params
+from scripts.tiny_configs import VARIANTS, architecture, mistral_form, model_class_of, published
 
 if TYPE_CHECKING:
     import torch  # imported where it is needed, because tests read FOLDER without it too
@@ -94,6 +95,8 @@ def save(model: "torch.nn.Module", directory: Path) -> None:
     file = directory / "config.json"
     raw = {**json.loads(file.read_text(encoding="utf-8")), "architectures": [architecture(model.config)]}
     file.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if raw["architectures"] == [mistral_params.ARCHITECTURE]:
+        mistral_form.rewrite(directory)
 
 
 def compute(model: "torch.nn.Module", prompt: list[int]) -> tuple[dict[str, Any], float, "torch.Tensor"]:

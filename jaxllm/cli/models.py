@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxllm.cli import terminal
 from jaxllm.cli.parser import Parser
-from jaxllm.errors import ConfigError, ModelLoadError, shortened
-from jaxllm.files import read_json
+from jaxllm.errors import ModelLoadError, shortened
 
 ABOUT = "The supported architectures, and the models in the hub's cache on this machine."
 
@@ -49,9 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(name: str, directory: Path, size_bytes: int, is_known: Callable[[Any], bool]) -> dict[str, Any]:
+    from jaxllm.models.load_config import read_config_json
+
     architecture, is_supported = None, False
-    with contextlib.suppress(AttributeError, ConfigError, TypeError):
-        config = read_json(directory / "config.json")
+    with contextlib.suppress(AttributeError, ModelLoadError, TypeError):
+        config = read_config_json(directory)
         if (named := (config.get("architectures") or [None])[0]) is not None:
             architecture, is_supported = shortened(str(named)), is_known(config)
     return {"model": name, "size_bytes": size_bytes, "architecture": architecture, "supported": is_supported}

@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.config import EngineConfig
 from jaxllm.engine.versions import versions
 from jaxllm.hosts_options import OF_ONE_HOST
+from jaxllm.hub import CONFIG_FILES
 from jaxllm.quantization_options import QUANTIZATION_FILES
 
 
@@ -16,7 +17,7 @@ def identity(config: EngineConfig, model_dir: Path) -> dict[str, str]:
     """The identity of this host, by names for error messages."""
     options = {name: repr(value) for name, value in config.flat().items() if name not in OF_ONE_HOST}
     found = {"Python version": ".".join(platform.python_version_tuple()[:2]), **versions()}
-    for name in ("config.json", *QUANTIZATION_FILES):
+    for name in (*CONFIG_FILES, *QUANTIZATION_FILES):
         if (model_dir / name).is_file():
             found[f"the model's {name}"] = _digest((model_dir / name).read_bytes())
     return {**found, **options}

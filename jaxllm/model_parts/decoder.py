@@ -73,10 +73,14 @@ class Names:
     """How the names of linear layers end that stay plain where weights are quantised while they load."""
     is_part: bool = False
     """Whether the checkpoint may hold other models too, whose tensors are not loaded with the text model."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Regular expressions of what names have in checkpoints of another form, each with what stands there in its place (`re.sub`)."""
 
     def named(self, name: str) -> str:
-        """The name here of a tensor or module of the text model, or a pattern of such, that a checkpoint has elsewhere: behind
-        `model.language_model.`, `language_model.model.` or the like. Other names are returned as they are."""
+        """The name here of a tensor or module of the text model, or a pattern of such, that a checkpoint calls otherwise (`aliases`) or
+        has elsewhere: behind `model.language_model.`, `language_model.model.` or the like. Other names are returned as they are."""
+        for pattern, ours in self.aliases:
+            name = re.sub(pattern, ours, name, count=1)
         if not self.is_part:
             return name
         stem, head = self._stem, self.head

@@ -5,6 +5,7 @@ Ling 3: most layers have the linear attention of Kimi Linear, the others attenti
 Sources: arXiv:2510.22115, the Ring 2.5 and Ling 3 releases.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxllm.model_config import ModelConfig
@@ -161,9 +162,15 @@ def read_v3(c: ConfigReader) -> ModelConfig:
     kinds = c.layer_kinds(KINDS, lambda layer: not _is_full(c, layer))
     linear = _kimi_delta(c)
     layers = [c.pre_norm_layer(linear if is_linear else latent, c.mlp()) for is_linear in kinds]
-    names = replace(NAMES, unquantized=UNQUANTIZED_V3)
+    names = replace(NAMES, unquantized=UNQUANTIZED_V3, aliases=(_outputs_of_transformers(kinds),))
     layers = _with_limits(c, c.with_experts(layers, _moe(c)))
     return c.decoder(layers, max_position, names=names, next_token=FINAL_NORM)
+
+
+def _outputs_of_transformers(are_linear: Sequence[bool]) -> tuple[str, str]:
+    """An alias: the output of linear attention, which transformers saves by the name of the other one's."""
+    layers = "|".join(str(layer) for layer, is_linear in enumerate(are_linear) if is_linear)
+    return rf"^(model\.layers\.(?:{layers})\.attention)\.dense(?=\.|$)", r"\1.o_proj"
 
 
 def _with_limits(c: ConfigReader, layers: list[Layer]) -> list[Layer]:

@@ -48,8 +48,11 @@ REQUIRED = {
 """The only values of keys that are computed; Kimi K3 has others."""
 REQUIRED_LINEAR = {"gate_lower_bound": None, "use_full_rank_gate": False}
 """Likewise of keys in `linear_attn_config`."""
-NAMES = Names(unquantized=("self_attn.b_proj", "self_attn.f_a_proj", "self_attn.f_b_proj"))
+UNQUANTIZED = ("self_attn.b_proj", "self_attn.f_a_proj", "self_attn.f_b_proj")
 """Exponentials of what these modules give decay the states."""
+OF_TRANSFORMERS = (r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj(?:\.|$))", ".mlp.")
+"""An alias: dense MLPs, which transformers saves by the name of mixtures."""
+NAMES = Names(unquantized=UNQUANTIZED, aliases=(OF_TRANSFORMERS,))
 MLP_NAME = "block_sparse_moe"
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, JaxLLMError, ModelLoadError, joined
 from jaxllm.files import read_json
+from jaxllm.hub import CONFIG_FILES
 from jaxllm.model_config import DTYPES, FP8, ModelConfig
 from jaxllm.model_parts import Names
+from jaxllm.models import mistral_params
 from jaxllm.models.classifier import with_classifier
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
@@ -115,22 +117,22 @@ def _read(read: Read, reader: ConfigReader, directory: Path) -> ModelConfig:
 
 
 def _refused(directory: Path, reader: ConfigReader) -> ModelLoadError:
-    return ModelLoadError(f"{directory / 'config.json'}: {joined(reader.faults)}")
+    file = next((directory / name for name in CONFIG_FILES if (directory / name).is_file()), directory)
+    return ModelLoadError(f"{file}: {joined(reader.faults)}")
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """The JSON object in config.json, its quantization_config taken from where programs that quantise have written it (`_quantization`).
-    Raises ModelLoadError if the directory or config.json is missing, or one of the files is not JSON."""
+    """The JSON object in config.json, its quantization_config taken from where programs that quantise have written it (`_quantization`);
+    where there is none, what params.json says.
+    Raises ModelLoadError if the directory or both files are missing, or one of the files is not JSON."""
     if not directory.is_dir():
         raise ModelLoadError(f"{directory} is not a directory; give a model directory, a hub id, or 'demo'")
     path = directory / "config.json"
     if not path.is_file():
         if files := sorted(directory.glob("*.gguf")):
             raise ModelLoadError(f"{directory} has no config.json but GGUF files; give the path of one: {files[0]}")
-        if (directory / "params.json").is_file():
-            raise ModelLoadError(
-                f"{directory} has no config.json but params.json, Mistral's own form; give a checkpoint that has the hub's form too"
-            )
+        if (params := directory / CONFIG_FILES[1]).is_file():
+            return mistral_params.as_config(_json_object(params), params)
         raise ModelLoadError(
             f"{directory} is not a model directory: it has no config.json; give the directory that holds config.json and the weights"
         )

@@ -2,7 +2,7 @@
 
 from importlib import resources
 
-OF_ARCHITECTURES = {"DeepseekV32ForCausalLM": "deepseek_v32"}
+OF_ARCHITECTURES = {"DeepseekV32ForCausalLM": "deepseek_v32", "MistralLarge3ForCausalLM": "mistral_large_3"}
 """Names of templates by architecture. --chat-template accepts them in place of a file."""
 
 

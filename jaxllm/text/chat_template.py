@@ -105,6 +105,9 @@ def _compiled(source: str) -> _Compiled:
 def _arguments_format(tree: jinja2.nodes.Template, of_strings: Sequence[jinja2.nodes.Node]) -> ArgumentsFormat:
     if any(_names(node, "arguments") for node in of_strings):
         return "either"
+    written = (each.node for each in tree.find_all(jinja2.nodes.Filter) if each.name == "tojson" and each.node is not None)
+    if any(_names(node, "arguments") for node in written):
+        return "object"
     sums = tree.find_all(jinja2.nodes.Add)
     return "text" if any(_names(node, "arguments") for each in sums for node in (each.left, each.right)) else "object"
 

@@ -14,6 +14,7 @@ PATTERNS = (
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
     *(
         "config.json",
+        "params.json",
         "generation_config.json",
         "preprocessor_config.json",
         "processor_config.json",
@@ -21,7 +22,16 @@ PATTERNS = (
     ),
     *FILES,
     *QUANTIZATION_FILES,
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tiktoken.model", "*.tiktoken"),
+    *(
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "tiktoken.model",
+        "tekken.json",
+        "*.tiktoken",
+    ),
 )
 
 

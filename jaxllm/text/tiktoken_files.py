@@ -5,7 +5,7 @@ Sources: the library tiktoken for the format and the order of merges, Kimi-K2's 
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,8 @@ def read_tiktoken(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 def _backend(ranks: Mapping[bytes, int], special: list[AddedToken]) -> tokenizers.Tokenizer:
     """Raises ValueError."""
-    vocabulary = {_letters(token): rank for token, rank in ranks.items()}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
+    backend = byte_pairs(ranks)
     backend.pre_tokenizer = pre_tokenizer("kimi-k2")
-    backend.decoder = decoders.ByteLevel()
     backend.add_tokens(special)
     for id, token in enumerate(special, len(ranks)):
         if (found := backend.token_to_id(token.content)) != id:
@@ -54,36 +52,52 @@ def _backend(ranks: Mapping[bytes, int], special: list[AddedToken]) -> tokenizer
     return backend
 
 
+def byte_pairs(ranks: Mapping[bytes, int], first: Iterable[str] = ()) -> tokenizers.Tokenizer:
+    """A tokenizer that merges bytes to tokens of these ranks, which are their ids behind those of other tokens, `first`."""
+    letters = {token: "".join(LETTERS[byte] for byte in token) for token in ranks}
+    vocabulary = {text: id for id, text in enumerate([*first, *letters.values()])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(ranks, letters), ignore_merges=True))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
 def _ranks(content: bytes) -> dict[bytes, int]:
     """Rank by token, of lines with a token in base64 and its rank. Raises ValueError."""
+    return ranks_of(map(_token_of_line, filter(None, content.splitlines())))
+
+
+def _token_of_line(line: bytes) -> tuple[bytes, int]:
+    text, _, rank = line.partition(b" ")
+    try:
+        return base64.b64decode(text, validate=True), int(rank)
+    except binascii.Error as error:
+        raise ValueError(f"the line {line!r} has no token in base64 ({error})") from error
+
+
+def ranks_of(tokens: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
+    """Rank by token, of tokens in the order of their ranks with these. Raises ValueError."""
     ranks: dict[bytes, int] = {}
-    for line in content.splitlines():
-        if not line:
-            continue
-        text, _, rank = line.partition(b" ")
-        try:
-            token = base64.b64decode(text, validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"the line {line!r} has no token in base64 ({error})") from error
-        if int(rank) != len(ranks) or token in ranks or not 0 < len(token) <= MAX_TOKEN_BYTES:
+    for token, rank in tokens:
+        if rank != len(ranks) or token in ranks or not 0 < len(token) <= MAX_TOKEN_BYTES:
             raise ValueError(
-                f"the line {line!r} must have the rank {len(ranks)} and another token, of 1 to {MAX_TOKEN_BYTES} bytes"
+                f"the token {token[:MAX_TOKEN_BYTES]!r} of rank {rank} must have the rank {len(ranks)}, be another one than those before "
+                f"it, and have 1 to {MAX_TOKEN_BYTES} bytes"
             )
-        ranks[token] = len(ranks)
+        ranks[token] = rank
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"it has no tokens for {len(missing)} single bytes, the first of which is {missing[0]:#x}")
     return ranks
 
 
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, those of low rank first."""
+def _merges(ranks: Mapping[bytes, int], letters: Mapping[bytes, str]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, those of low rank first, as byte-level vocabularies spell them."""
     merges = []
     for token in ranks:  # in the order of their ranks
-        pairs = ((token[:end], token[end:]) for end in range(1, len(token)))
-        found = [(left, right) for left, right in pairs if left in ranks and right in ranks]
-        merges += sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    return [(_letters(left), _letters(right)) for left, right in merges]
+        ends = (end for end in range(1, len(token)) if token[:end] in ranks and token[end:] in ranks)
+        found = sorted((ranks[token[:end]], ranks[token[end:]], end) for end in ends)
+        merges += [(letters[token[:end]], letters[token[end:]]) for _, _, end in found]
+    return merges
 
 
 def _special_tokens(config: Mapping[str, Any], first: int) -> list[AddedToken]:
@@ -97,8 +111,3 @@ def _special_tokens(config: Mapping[str, Any], first: int) -> list[AddedToken]:
         token = named.get(id, {"content": f"<|reserved_token_{id}|>", "special": True})
         tokens.append(AddedToken(token["content"], special=bool(token.get("special")), normalized=False))
     return tokens
-
-
-def _letters(token: bytes) -> str:
-    """The token as byte-level vocabularies spell it."""
-    return "".join(LETTERS[byte] for byte in token)

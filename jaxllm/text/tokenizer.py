@@ -1,4 +1,4 @@
-"""Loads a tokenizer: from tokenizer.json or tiktoken.model if there is one, else through `transformers`, which is slow to import."""
+"""Loads a tokenizer: from tokenizer.json, tekken.json or tiktoken.model, else through `transformers`, which is slow to import."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,8 @@ from jaxllm.errors import InvalidRequestError, ModelLoadError, shortened
 from jaxllm.gguf_files.unpack import NO_TOKENIZER
 from jaxllm.rust_failures import failures_as
 from jaxllm.text.byte_letters import BYTES
+from jaxllm.text.tekken_files import FILE as TEKKEN
+from jaxllm.text.tekken_files import read_tekken, special_tokens
 from jaxllm.text.tiktoken_files import FILE as TIKTOKEN
 from jaxllm.text.tiktoken_files import read_tiktoken
 from jaxllm.text.tokenizer_files import NAMED_SPECIAL_TOKENS, chat_templates, read_backend, read_tokenizer_config
@@ -338,6 +340,9 @@ def load_tokenizer(directory: Path, *, name: str | None = None) -> Tokenizer:
     name = name or str(directory)
     file = directory / "tokenizer.json"
     if not file.is_file():
+        if (tekken := directory / TEKKEN).is_file():
+            backend = read_tekken(tekken)
+            return Tokenizer(backend, {**special_tokens(backend), **read_tokenizer_config(directory)}, name=name)
         if (ranks := directory / TIKTOKEN).is_file():
             config = read_tokenizer_config(directory)
             return Tokenizer(read_tiktoken(ranks, config), config, name=name)

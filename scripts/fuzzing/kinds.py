@@ -392,6 +392,11 @@ KINDS: Mapping[str, Kind] = {
     "adapter_config": Kind(_make_adapter_config, _read_adapter, _valid_adapter),
     "gguf": Kind(_make_gguf, _read_gguf, lambda: ({"model.gguf": file.encoded()} for file in seeds.gguf_files())),
     "config": Kind(_make_config, _read_config, _valid_config),
+    "params": Kind(
+        lambda rng: {"params.json": mutate_json(rng, seeds.MISTRAL)},
+        _read_config,
+        lambda: iter([{"params.json": _json(seeds.MISTRAL)}]),
+    ),
     "generation_config": Kind(
         _make_generation_config,
         _read_config,
@@ -402,6 +407,11 @@ KINDS: Mapping[str, Kind] = {
     ),
     "tokenizer": Kind(_make_tokenizer, _read_tokenizer, _valid_tokenizers),
     "tokenizer_config": Kind(_make_tokenizer_config, _read_tokenizer, _valid_tokenizers),
+    "tekken": Kind(
+        lambda rng: {"tekken.json": mutate_json(rng, seeds.TEKKEN)},
+        _read_tokenizer,
+        lambda: iter([{"tekken.json": _json(seeds.TEKKEN)}]),
+    ),
     "image": Kind(_make_image, _read_image, lambda: ({name: data} for name, data in seeds.images().items())),
     "animation": Kind(_make_image, _read_animation, lambda: iter([{"image.gif": seeds.images()["image.gif"]}])),
     "preprocessor_config": Kind(

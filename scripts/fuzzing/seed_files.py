@@ -1,5 +1,6 @@
 """Small valid files of each format, in parts that mutations can change one by one."""
 
+import base64
 import functools
 import io
 import json
@@ -68,6 +69,16 @@ OTHER: dict[str, dict[str, Any]] = {
     "KimiLinearForCausalLM": {"linear_attn_config": {"kda_layers": [1, 2, 3], "num_heads": 2, "head_dim": 8}},
     "MiMoV2FlashForCausalLM": {"v_head_dim": 8},
     "MiMoV2ForCausalLM": {"v_head_dim": 8},
+    "MistralLarge3ForCausalLM": {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+        "routed_scaling_factor": 1.0,
+        "n_shared_experts": 1,
+        "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1},
+    },
     "NemotronHForCausalLM": {"hybrid_override_pattern": "ME*-"},
     "NemotronH_Nano_Omni_Reasoning_V3": {"llm_config": {**CONFIG, "hybrid_override_pattern": "ME*-"}},
 }
@@ -85,6 +96,35 @@ def config(architecture: str) -> dict[str, Any]:
         **({"vision_config": {"image_size": 64, "patch_size": 16}} if architecture.startswith(("Idefics3", "SmolVLM")) else {}),
     }
 
+
+MISTRAL: dict[str, Any] = {
+    "dim": 16,
+    "n_layers": 2,
+    "hidden_dim": 32,
+    "n_heads": 2,
+    "vocab_size": 64,
+    "norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    **{
+        name: OTHER["MistralLarge3ForCausalLM"][name]
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    },
+    "qk_rope_head_dim": 4,
+    "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1},
+    "yarn": {"original_max_position_embeddings": 16, "factor": 4, "apply_scale": False, "beta": 32, "alpha": 1},
+    "moe": {"num_experts": 4, "num_experts_per_tok": 2, "expert_hidden_dim": 16, "num_shared_experts": 1, "route_every_n": 1},
+    "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"},
+}
+"""params.json of a tiny model."""
+TEKKEN: dict[str, Any] = {
+    "config": {"pattern": r"\p{L}+|\s+|[^\p{L}\s]+", "default_vocab_size": 262, "default_num_special_tokens": 4},
+    "vocab": [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode()}
+        for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), b"ab", b"abc"])
+    ],
+    "special_tokens": [{"rank": 1, "token_str": "<s>"}, {"rank": 2, "token_str": "</s>"}],
+}
+"""tekken.json."""
 
 ADDITIONS: tuple[dict[str, Any], ...] = (
     {},

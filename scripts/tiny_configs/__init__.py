@@ -84,7 +84,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from scripts.tiny_configs import unlike
+from scripts.tiny_configs import mistral_form, unlike
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -394,6 +394,24 @@ VARIANTS: dict[str, PreTrainedConfig] = {
             "original_max_position_embeddings": 8,
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "mistral_large_3": unlike.MistralLarge3Config(
+        **LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.5,
+        rms_norm_eps=1e-6,
+        rope_parameters={
+            "type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "attention_factor": 1.0,
             "llama_4_scaling_beta": 0.5,
         },
     ),
@@ -718,6 +736,7 @@ ARCHITECTURES = {
     "sarvam_moe": "SarvamMoEForCausalLM",
     "bailing_hybrid": "BailingMoeV3ForCausalLM",
     "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM",
+    "mistral_large_3": "MistralLarge3ForCausalLM",
     "plamo3": "Plamo3ForCausalLM",
 }
 """Names on the hub of models that transformers calls otherwise, or does not have, by their model_type."""
@@ -740,6 +759,8 @@ def model_class_of(config: PreTrainedConfig) -> Any:
         from scripts.tiny_configs.ling_model import Ling
 
         return Ling
+    if isinstance(config, unlike.MistralLarge3Config):
+        return transformers.Mistral4ForCausalLM
     return transformers.Gemma3ForCausalLM if config.model_type == "plamo3" else getattr(transformers, class_name(config))
 
 
@@ -749,5 +770,6 @@ def published(config: PreTrainedConfig) -> Callable[[unlike.Tensors], unlike.Ten
         "bailing_hybrid": unlike.published_ling_3,
         "bailing_moe_v2_5": unlike.published_ling,
         "kimi_linear": unlike.published_kimi,
+        "mistral_large_3": mistral_form.tensors,
         "plamo3": unlike.published_plamo,
     }.get(config.model_type)

@@ -1,11 +1,12 @@
 """Families for tests that transformers does not have, as models of it and what checkpoints of the hub have for their tensors: Ling 2.5, its
-DeepSeek-V3 with lightning attention in some layers, and PLaMo 3, its Gemma 3 with other first values of the weights of norms."""
+DeepSeek-V3 with lightning attention in some layers; PLaMo 3, its Gemma 3 with other first values of the weights of norms; and Mistral
+Large 3, its Mistral 4 in another form."""
 
 import re
 from typing import Any
 
 import numpy as np
-from transformers import DeepseekV3Config, Gemma3TextConfig
+from transformers import DeepseekV3Config, Gemma3TextConfig, Mistral4Config
 
 Tensors = dict[str, Any]
 
@@ -31,6 +32,12 @@ class PlamoConfig(Gemma3TextConfig):
     model_type = "plamo3"
 
     hidden_act: str = "silu"
+
+
+class MistralLarge3Config(Mistral4Config):
+    """Of Mistral 4, whose model it is."""
+
+    model_type = "mistral_large_3"
 
 
 PLAMO_NAMES = {

@@ -1,7 +1,8 @@
 """Gemma 4 and FunctionGemma: call:name{key:value,…} between two tokens, with strings between two of a third, which nothing escapes."""
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from server.dialects.dialect import ToolDialect, to_json
 from server.dialects.json_scanner import MAX_DEPTH, Broken
@@ -17,6 +18,7 @@ MAX_WORD = 1024
 """Maximum number of characters of a value without quotes."""
 _KEY = re.compile(r'[^\s:,{}\[\]"<]*')
 _WORD = re.compile(r'[^,{}\[\]"<]*')
+_STRING = {"type": "string"}
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -24,12 +26,19 @@ class Gemma4(ToolDialect):
     """Reads JSON's quotes too, and words without quotes as strings unless they are JSON."""
 
     def __init__(
-        self, call: str = "<|tool_call>", end_call: str = "<tool_call|>", quote: str = '<|"|>', *, reasons: bool = True
+        self,
+        call: str = "<|tool_call>",
+        end_call: str = "<tool_call|>",
+        quote: str = '<|"|>',
+        *,
+        reasons: bool = True,
+        quotes_all: bool = False,
     ):
-        """reasons: whether the models of the format do, so that calls may end reasoning."""
+        """reasons: whether the models of the format do, so that calls may end reasoning. quotes_all: whether they may put quotes around
+        arguments of every type, which the tool's schema then tells."""
         self.openings, self.markers = (call,), (end_call, quote)
         self.ends_reasoning = reasons
-        self._end_call, self._quote = end_call, quote
+        self._end_call, self._quote, self._quotes_all = end_call, quote, quotes_all
 
     def read(self, parser: "StreamParser", opening: str) -> Reading[None]:
         yield from parser.space()
@@ -48,9 +57,10 @@ class Gemma4(ToolDialect):
             raise Broken
         parser.check_name(name)
         before = "{"
+        properties = _properties(parser, name) if self._quotes_all else {}
         yield from parser.space()
         while not (yield from parser.next_is("}")):
-            member = yield from _read_member(parser, self._quote, 1)
+            member = yield from _read_member(parser, self._quote, 1, properties)
             if before == "{":
                 parser.start_call(name)
             parser.add_arguments(before + member)
@@ -62,8 +72,15 @@ class Gemma4(ToolDialect):
         parser.end_call()
 
 
-def _read_member(parser: "StreamParser", quote: str, depth: int) -> Reading[str]:
-    """The JSON text of a key and its value."""
+def _properties(parser: "StreamParser", name: str) -> Mapping[str, Any]:
+    """The schemas of a tool's arguments."""
+    tool = parser.tools.get(name)
+    found = tool.parameters.get("properties") if tool else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _read_member(parser: "StreamParser", quote: str, depth: int, properties: Mapping[str, Any] | None = None) -> Reading[str]:
+    """The JSON text of a key and its value. properties: schemas by key, of values that may not be strings although quoted."""
     if (yield from parser.next_is(quote)):
         key, _ = yield from parser.text_until(markers_of(quote), MAX_NAME)
     elif (yield from parser.peek()) == '"':
@@ -74,17 +91,18 @@ def _read_member(parser: "StreamParser", quote: str, depth: int) -> Reading[str]
             raise Broken if (yield from parser.peek()) else Ended
     yield from parser.space()
     yield from parser.expect(":")
-    return f"{to_json(key)}: {(yield from _read_value(parser, quote, depth))}"
+    schema = (properties or {}).get(key, _STRING)
+    return f"{to_json(key)}: {(yield from _read_value(parser, quote, depth, schema))}"
 
 
-def _read_value(parser: "StreamParser", quote: str, depth: int) -> Reading[str]:
-    """The JSON text of the next value."""
+def _read_value(parser: "StreamParser", quote: str, depth: int, schema: Any = _STRING) -> Reading[str]:
+    """The JSON text of the next value. schema: of one in quotes."""
     if depth > MAX_DEPTH:
         raise Broken
     yield from parser.space()
     if (yield from parser.next_is(quote)):
         text, _ = yield from parser.text_until(markers_of(quote))
-        return to_json(text)
+        return typed_json(text, schema, verbatim=True)
     letter = yield from parser.peek()
     if letter == '"':
         return (yield from parser.json_value())

@@ -18,7 +18,19 @@ from server.dialects.nested_tags import NestedTags
 from server.dialects.pythonic import Pythonic, PythonicLines
 from server.dialects.response_template import TemplateCalls, TemplateReasoning, is_usable
 from server.dialects.xlam import Xlam
-from server.dialects.xml import DOTS, GLM45, HY_V3, K2_HORIZON, MIMO, MINIMAX_M2, QWEN3_CODER, SEED_OSS, XmlCalls, dsml
+from server.dialects.xml import (
+    DOTS,
+    GLM45,
+    HY_V3,
+    K2_HORIZON,
+    MIMO,
+    MINICPM5,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+    XmlCalls,
+    dsml,
+)
 from server.dialects.xtml import CLOSE, END_MESSAGE, OPEN, SEP, Xtml
 
 TOOL_DIALECTS: dict[str, ToolDialect] = {
@@ -32,7 +44,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "deepseek_v41": XmlCalls(dsml("calls", space=" "), ends_reasoning=True),
     "dots": XmlCalls(DOTS),
     "ernie45": HERMES,
-    "functiongemma": Gemma4("<start_function_call>", "<end_function_call>", "<escape>", reasons=False),
+    "functiongemma": Gemma4("<start_function_call>", "<end_function_call>", "<escape>", reasons=False, quotes_all=True),
     "gemma4": Gemma4(),
     "glm45": XmlCalls(GLM45),
     "glm47": XmlCalls(GLM45),
@@ -54,6 +66,7 @@ TOOL_DIALECTS: dict[str, ToolDialect] = {
     "llama4_pythonic": Pythonic(("<|python_start|>",), "<|python_end|>"),
     "longcat": LONGCAT,
     "mimo": XmlCalls(MIMO, section_optional=True),
+    "minicpm5": XmlCalls(MINICPM5),
     "minimax_m2": XmlCalls(MINIMAX_M2),
     "minimax_m3": NestedTags(),
     "mistral": Mistral(),
@@ -99,6 +112,7 @@ REASONING_DIALECTS: dict[str, ReasoningDialect] = {
     "granite": ReasoningDialect(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
+    "granite33": replace(_MARKED, answer_start=("<response>",), answer_end=("</response>",)),
     "granite_thinking_parser": _EXPECTED,
     "hf": TemplateReasoning(),
     "holo2": _IMPLIED,
@@ -187,7 +201,8 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("apertus", ("<|tools_prefix|>",)),
     ("gemma4", ("<|tool_call>call:",)),
     ("olmo3", ("<functions>", "<function_calls>")),
-    ("hy_v3", ("<tool_sep",)),
+    ("minicpm5", ('<function name="', '<param name="')),
+    ("hy_v3", ("<tool_sep", "<arg_key")),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
@@ -216,13 +231,14 @@ _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cohere_command3", ("<|START_THINKING|>",)),
     ("cohere_command3", ("<|START_RESPONSE|>",)),
     ("k2_horizon", ("<ifm|think>",)),
+    ("granite33", ("<response>", "</think>", "<|start_of_role|>")),
     ("ernie45", ("<response>", "</think>")),
     ("hunyuan_a13b", ("<answer>", "</think>", "<|extra_0|>")),
     ("deepseek_v4", ("｜DSML｜", "</think>")),
     ("deepseek_v3", ("<｜Assistant｜>", "</think>", "thinking")),
     ("deepseek_r1", ("<｜Assistant｜>", "</think>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>", "</think>")),
-    ("hy_v3", ("<tool_sep", "</think")),
+    ("hy_v3", ("<tool_sep", "<arg_key", "</think")),
     ("glm45", ("<arg_key>", "</think>")),
     ("qwen3", ("</think>", "enable_thinking")),
     ("think", ("<think>",)),

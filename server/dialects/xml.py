@@ -1,4 +1,4 @@
-"""Calls in tags, one tag per parameter: Qwen3-Coder, GLM 4.5, MiniMax M2, DeepSeek V3.2, Hy3. The tool's schema gives the types."""
+"""Calls in tags, one for each parameter: Qwen3-Coder, GLM 4.5, MiniMax M2, DeepSeek V3.2 and others. The tool's schema gives the types."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -35,6 +35,8 @@ class Tags:
     """In place of `after_key` if the value is JSON; values after `after_key` are then strings, whatever the schema."""
     verbatim: bool = False
     """Whether line breaks next to a value belong to it."""
+    takes_cdata: bool = False
+    """Whether a value may be a CDATA section, in which tags are text."""
 
 
 QWEN3_CODER = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")
@@ -54,6 +56,10 @@ HY_V3 = Tags(
     "<tool_calls>", "<tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>",
     "</tool_calls>", several=True, verbatim=True,
 )  # fmt: skip
+MINICPM5 = Tags(
+    '<function name="', "", '">', '<param name="', '">', "", "</param>", "", "</function>", verbatim=True, takes_cdata=True
+)  # fmt: skip
+_CDATA, _END_CDATA = "<![CDATA[", Markers(("]]>",))
 
 
 def dsml(section: str, space: str = "") -> Tags:
@@ -121,7 +127,7 @@ class XmlCalls(ToolDialect):
             if tags.value:
                 yield from parser.space()
                 yield from parser.expect(tags.value)
-            value, marker = yield from parser.text_until(self._after_value)
+            value, marker = yield from self._read_value(parser)
             schema = properties.get(key.strip()) if isinstance(properties, Mapping) else None
             if tags.after_key_of_json:
                 schema = {} if after_key == tags.after_key_of_json else {"type": "string"}
@@ -129,6 +135,14 @@ class XmlCalls(ToolDialect):
             before = ", "
         parser.add_arguments("{}" if before == "{" else "}")
         return marker == tags.after_section
+
+    def _read_value(self, parser: "StreamParser") -> Reading[tuple[str, str]]:
+        """A value, and the tag behind it."""
+        if not self.tags.takes_cdata or not (yield from parser.next_is(_CDATA)):
+            return (yield from parser.text_until(self._after_value))
+        value, _ = yield from parser.text_until(_END_CDATA)
+        _, marker = yield from parser.text_until(self._after_value)
+        return value, marker
 
     def _next_tag(self, parser: "StreamParser") -> Reading[str]:
         tags = self.tags

@@ -13,7 +13,7 @@ from typing import Any
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.families import CONFIG, NUM_PARAMETERS
-from jaxllm.hub import WEIGHTS
+from jaxllm.hub import CONFIG_FILES, WEIGHTS
 from jaxllm.loaders.safetensors import read_header
 from jaxllm.models.load_config import read_config_json
 from jaxllm.quantization.formats import read_formats
@@ -53,7 +53,7 @@ class Checkpoint:
     @classmethod
     def read(cls, directory: Path) -> "Checkpoint":
         """Read what is needed of a model's directory. Raises ModelLoadError."""
-        config = read_config_json(directory) if (directory / "config.json").is_file() else {}
+        config = read_config_json(directory) if any((directory / name).is_file() for name in CONFIG_FILES) else {}
         as_stored = Options(None, None, on_gpu=False, dtype="float32", unquantized=())
         formats = read_formats(config.get("quantization_config"), as_stored, faults=[])
         weights = sorted(path for path in directory.rglob("*") if path.suffix in WEIGHTS)

@@ -155,6 +155,24 @@ def test_other_engines(name, options):
             },
         ),
         (
+            "ling_3",
+            {
+                "tensor_parallel_size": 2,
+                "max_num_batched_tokens": 16,
+                "num_gpu_blocks_override": 14,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+        ),
+        (
+            "mistral_large_3",
+            {
+                "tensor_parallel_size": 2,
+                "max_num_batched_tokens": 16,
+                "num_gpu_blocks_override": 12,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+        ),
+        (
             "ling_2_5",
             {
                 "tensor_parallel_size": 2,
@@ -183,8 +201,12 @@ def test_live_against_transformers(name, options, tmp_path):
         expected.append(ids[0, len(prompt) :].tolist())
         expected_logprobs.append([logprobs[i, token] for i, token in enumerate(prompt[1:])])
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    again = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(str(tmp_path), **{**engines.SMALL, **options}) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
+        for num_cached in (None, 16):  # the last prompt is computed, then found
+            (output,) = llm.generate(prompts[-1:], again, use_tqdm=False)
+            assert output.outputs[0].token_ids == expected[-1][:8] and num_cached in (None, output.num_cached_tokens)
     for prompt, output, tokens, logprobs in zip(prompts, outputs, expected, expected_logprobs, strict=True):
         assert output.outputs[0].token_ids == tokens
         assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None

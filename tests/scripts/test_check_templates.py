@@ -15,3 +15,9 @@ def test_a_template_is_read_if_its_dialect_reads_what_it_writes(tmp_path, capsys
     right, wrong = capsys.readouterr().out.splitlines()
     assert right.startswith("ok   json: hermes, -: reads content and two calls (thoughts, content and two calls: wrote ")
     assert wrong.startswith("FAIL python: hermes, -: thoughts, content and two calls: wrote ") and "no JSON" in wrong
+
+
+def test_a_template_that_writes_no_calls_is_told_to_write_none(tmp_path, capsys):
+    (tmp_path / "none.jinja").write_text("<tool_call>{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "ok   none: hermes, -: the template writes no calls\n"

@@ -21,9 +21,9 @@ def test_damaged_files_of_every_kind_are_accepted_or_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAXLLM_CACHE_DIR", "")  # readers of GGUF files set it; the value of before comes back
-    code, report, told = report_of(capsys, "--files", "180", "--seed", "11", "--jobs", "0")
+    code, report, told = report_of(capsys, "--files", "204", "--seed", "11", "--jobs", "0")
     assert (code, report["findings"]) == (0, 0), told
-    assert report["files"] == 180 and report["kinds"].keys() == KINDS.keys()
+    assert report["files"] == 204 and report["kinds"].keys() == KINDS.keys()
     for counts in report["kinds"].values():
         assert counts["refused"] > 0 and counts["accepted"] + counts["refused"] == 12
 

@@ -93,6 +93,34 @@ def test_what_deepseek_v32_cannot_say_is_refused():
         prompt({"role": "critic", "content": "Hm"})
 
 
+def test_a_conversation_of_mistral_large_3():
+    tokenizer = SimpleNamespace(chat_templates={}, special_tokens_map={"bos_token": "<s>", "eos_token": "</s>"})
+
+    def written(*messages, **options):
+        return render_chat(tokenizer, messages, chat_template=load_chat_template("mistral_large_3"), **options)
+
+    assert written(*CONVERSATION) == (
+        "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Hi[/INST]Hello</s>[INST]Weather?[/INST]"
+        '[TOOL_CALLS]weather[ARGS]{"place": "Zürich", "days": [1, {"a": null}], "wet": true}[TOOL_CALLS]time[ARGS]{}</s>'
+        "[TOOL_RESULTS]rain[/TOOL_RESULTS][TOOL_RESULTS]noon[/TOOL_RESULTS]"
+    )
+    tools = f"[AVAILABLE_TOOLS]{json.dumps(TOOLS, ensure_ascii=False)}[/AVAILABLE_TOOLS]"
+    user, calling = {"role": "user", "content": "Go"}, {**CONVERSATION[4], "tool_calls": [call("time")]}
+    assert written(user, tools=TOOLS) == f"<s>{tools}[INST]Go[/INST]"
+    found = written(CONVERSATION[0], user, user, calling, CONVERSATION[2], CONVERSATION[5], user, tools=TOOLS)
+    assert found == (
+        f"<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]{tools}[INST]Go\n\nGo[/INST]\n\nHello[TOOL_CALLS]time[ARGS]{{}}</s>"
+        "[TOOL_RESULTS]rain[/TOOL_RESULTS][INST]Go[/INST]"
+    )
+    assert written(user, {"role": "assistant", "content": "I"}, continue_final_message=True) == "<s>[INST]Go[/INST]I"
+    with pytest.raises(ChatTemplateError, match="a tool message follows without a tool call for it"):
+        written(user, CONVERSATION[5])
+    with pytest.raises(ChatTemplateError, match="begins with a message of the system or the user"):
+        written(CONVERSATION[2])
+    with pytest.raises(ChatTemplateError, match="the role critic is unknown"):
+        written({"role": "critic", "content": "Hm"})
+
+
 def test_the_template_is_that_of_the_architecture_or_of_the_tokenizer_mode(tmp_path):
     write_tokenizer(tmp_path, chat_template=None)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV32ForCausalLM"]}))
@@ -104,6 +132,9 @@ def test_the_template_is_that_of_the_architecture_or_of_the_tokenizer_mode(tmp_p
     assert found(chat_template="{{ messages }}") == "{{ messages }}"
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
     assert found() is None
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "params.json").write_text('{"moe": {}, "kv_lora_rank": 8}')
+    assert found() == built_in_template("mistral_large_3")
     assert found(**translated("tokenizer_mode", "deepseek_v32")) == TEMPLATE
     assert translated("tokenizer_mode", "auto") == {}
     with pytest.raises(ConfigError, match="tokenizer_mode='kimi_k3' is refused"):

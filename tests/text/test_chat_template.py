@@ -151,11 +151,12 @@ def test_arguments_that_are_no_object_are_text_where_the_template_takes_text_els
         for template, expected in (
             ("{{ CALL.arguments | tojson }}", as_object),
             ("{{ '' + CALL['arguments'] }}", as_text),
+            ("{% if false %}{{ '' + block.arguments }}{% endif %}{{ CALL.arguments | tojson }}", as_object),
             (takes_both, as_text),
         ):
             assert render_chat(tokenizer, talk, chat_template=template.replace("CALL", call)) == expected
     is_malformed = given is not None and as_object == "{}" and given not in ("", "null")
-    assert caplog.text.count("message 0 has a tool call whose arguments are no JSON object") == 3 * is_malformed
+    assert caplog.text.count("message 0 has a tool call whose arguments are no JSON object") == 4 * is_malformed
 
 
 def test_the_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""tiktoken.model against the rule of merges that the library tiktoken has, computed plainly."""
+"""tiktoken.model against the rule of merges that the library tiktoken has."""
 
 import base64
 import json
@@ -6,36 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.gguf_files.splits import pre_tokenizer
 from jaxllm.text.byte_letters import BYTES
 from jaxllm.text.tokenizer import load_tokenizer
+from tests.helpers.byte_ranks import TEXTS, merged, ranks
 
-TEXTS = (
-    "The quick fox's den, it's 1234567 m\r\n\r\n  away 😀",
-    "天気がいい中文abc中文",
-    "aaaaaaaaaaaaaab bbbbab",
-    " \n\t x",
-    "ÄÖüß\x00\x7f",
-    "",
-)
-LEARNT = " ".join(TEXTS) * 3 + "the then there aaab baaa aabaab xxxx xxx"
 NAMED = {"[BOS]": True, "[EOS]": True, "<|im_end|>": True, "<think>": False}
-
-
-def ranks() -> dict[bytes, int]:
-    """The single bytes in another order, then tokens learnt from a text."""
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    learner.train_from_iterator(LEARNT.split(" "), trainers.BpeTrainer(vocab_size=120, min_frequency=2, show_progress=False))
-    learnt = [bytes(BYTES[letter] for letter in token) for token in learner.get_vocab() if len(token) > 1]
-    order = random.Random(1).sample(range(256), 256)
-    return {
-        token: rank
-        for rank, token in enumerate([*(bytes([byte]) for byte in order), *sorted(learnt, key=lambda t: (len(t), t))])
-    }
 
 
 def write(
@@ -53,17 +31,6 @@ def write(
     config = {"tokenizer_class": kind, "eos_token": "[EOS]", "added_tokens_decoder": added}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
-
-
-def merged(part: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """The pair of neighbours that make the token of the lowest rank is merged, the first of equal ones, until there is none."""
-    if part in ranks:
-        return [ranks[part]]
-    pieces = [bytes([byte]) for byte in part]
-    while pairs := [(ranks[a + b], i) for i, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if a + b in ranks]:
-        _, i = min(pairs)
-        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
-    return [ranks[piece] for piece in pieces]
 
 
 def test_ids_are_those_of_merges_by_rank(tmp_path: Path) -> None:

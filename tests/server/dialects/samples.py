@@ -343,6 +343,30 @@ SAMPLES = {
         CODE,
         TIME,
     ),
+    "functiongemma quotes values of all types": calls_in(
+        "functiongemma",
+        f'<start_function_call>call:run{{code:<escape>{CODE_TEXT}<escape>,options:<escape>{{"deep": [1, {{"x": null}}]}}<escape>,'
+        "dry:<escape>True<escape>}<end_function_call>"
+        "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:<escape>3<escape>}<end_function_call>",
+        CODE,
+        PARIS,
+    ),
+    "gemma 4 quotes strings alone": calls_in(
+        "gemma4", GEMMA4 % ("get_weather", 'city:<|"|>3<|"|>,days:<|"|>3<|"|>'), ("get_weather", '{"city": "3", "days": "3"}')
+    ),
+    "minicpm5": calls_in(
+        "minicpm5",
+        f'I look.\n<function name="run"><param name="code"><![CDATA[{CODE_TEXT}]]></param><param name="options">'
+        '{"deep": [1, {"x": null}]}</param>\n<param name="dry">True</param></function>\n<function name="get_time"></function>',
+        CODE,
+        TIME,
+        content="I look.",
+    ),
+    "minicpm5 has tags in a value": calls_in(
+        "minicpm5",
+        '<function name="get_weather"><param name="city"><![CDATA[</param>\n</function>]]></param></function>',
+        ("get_weather", '{"city": "</param>\\n</function>"}'),
+    ),
     "dots": calls_in(
         "dots",
         "I look.<dots_function_call>\n"
@@ -508,6 +532,8 @@ SAMPLES = {
     "qwen3, not thinking": thoughts_in(
         "qwen3", "Hello </think>.", "", "Hello </think>.", prompt_text="<|im_start|>assistant\n<think>\n\n</think>\n\n"
     ),
+    "granite 3.3 thinks": thoughts_in("granite33", "<think>Hm.</think>\n\n<response>Hello.</response>", "Hm.", "Hello."),
+    "granite 3.3 does not think": thoughts_in("granite33", "Hello.", "", "Hello."),
     "granite thinks": thoughts_in("granite", "Here is my thought process: Hm.\nHere is my response: Hello.", "Hm.", "Hello."),
     "mistral thinks": thoughts_in("mistral", "[THINK]Hm [x].[/THINK]Hello.", "Hm [x].", "Hello."),
     "qwen3 thinks and calls": Sample(

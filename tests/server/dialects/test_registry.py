@@ -27,6 +27,8 @@ TEMPLATES = {
     "You are MiMo <function=a>\\n<parameter=b>value_1</parameter>": ("mimo", None),
     "<think>\\n</think> <answer> <tool_calls> <|extra_0|>": ("hunyuan_a13b", "hunyuan_a13b"),
     "<tool_call></tool_call> </think><response>": ("hermes", "ernie45"),
+    "<|start_of_role|> <|tool_call|> <think></think> <response></response>": ("granite", "granite33"),
+    "<function name=\"function-name\"><param name=\"param-name\"> {{ content.split('<tool_sep>') }} <think></think>": ("minicpm5", "think"),
     "<|tools_prefix|>[{{ call }}]<|tools_suffix|>": ("apertus", None),
     "<|tool_call>call:{{ name }}{ <|channel>thought\\n<channel|>": ("gemma4", "gemma4"),
     "<start_function_call>call:{{ name }}{": ("functiongemma", None),
