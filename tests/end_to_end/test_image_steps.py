@@ -81,13 +81,6 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
 
 
 @pytest.mark.slow
-def test_an_engine_with_drafts_and_shared_layers_says_the_same(make_core) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    expected = answers(make_core(max_num_batched_tokens=112), mixed())
-    assert answers(make_core(share_layers=True, speculative_config=drafts), mixed()) == expected
-
-
-@pytest.mark.slow
 def test_all_programs_of_images_may_be_made_at_the_start(make_core) -> None:
     """That "all" makes what is named here: test_no_late_compilation.py."""
     core = make_core()
