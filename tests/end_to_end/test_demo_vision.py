@@ -41,7 +41,7 @@ def test_the_command_of_the_readme(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_held_out_questions(llm):
-    questions = scoring.held_out(3)
+    questions = scoring.held_out(2)
     prompts = [{"prompt": asked.prompt, "multi_modal_data": {"image": list(asked.images)}} for asked in questions]
     params = SamplingParams(temperature=0, max_tokens=scoring.MAX_ANSWER_TOKENS)
     answers = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]

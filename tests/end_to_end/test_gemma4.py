@@ -11,8 +11,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2,
 
 
 @pytest.mark.slow
-def test_drafts_on_two_devices_in_a_small_pool():
-    core = engines.make_core("gemma4", num_gpu_blocks_override=24, tensor_parallel_size=2, speculative_config=NGRAM)
+def test_drafts_in_a_small_pool():
+    core = engines.make_core("gemma4", num_gpu_blocks_override=24, speculative_config=NGRAM)
     check("gemma4", core)
     assert core.stats().num_preemptions > 0
     core.shutdown()

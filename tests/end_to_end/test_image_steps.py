@@ -81,20 +81,14 @@ def test_chunks_of_prompts_with_images_give_the_tokens_of_whole_prompts(make_cor
 
 
 @pytest.mark.slow
-def test_an_engine_with_drafts_and_shared_layers_says_the_same(make_core) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    expected = answers(make_core(max_num_batched_tokens=112), mixed())
-    assert answers(make_core(share_layers=True, speculative_config=drafts), mixed()) == expected
-
-
-@pytest.mark.slow
 def test_all_programs_of_images_may_be_made_at_the_start(make_core) -> None:
-    core = make_core(warmup="all")
-    made = set(core.runner.programs._compiled)
+    """That "all" makes what is named here: test_no_late_compilation.py."""
+    core = make_core()
+    made = {*core.runner.shapes.start_keys(), *core.runner.shapes.rare_keys()}
     of_images = {(key.kind, key.size) for key in made if key.kind.startswith("encode") or "images" in key.features}
     assert of_images == {*((kind, size) for kind in ("encode", "encode_video") for size in (256,)), ("forward", 16)}
     answers(core, mixed())
-    assert set(core.runner.programs._compiled) == made
+    assert set(core.runner.programs._compiled) <= made
 
 
 @pytest.mark.slow

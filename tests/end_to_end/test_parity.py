@@ -21,7 +21,7 @@ LEFT_OUT = (
     "llama_mqa",  # as llama_gqa is; test_tensor_parallel_gives_the_same_logits
     "llama_tied",  # as qwen3 is
     "qwen2",  # as llama_bias is
-    *("qwen3_moe", "mixtral"),  # test_mixtures
+    *("qwen3_moe", "mixtral"),  # test_mixtures, expert_load
     *("gemma4", "gemma4_moe"),  # test_gemma4; groups of layers as gemma3
     "mimo_v2_flash",  # groups of layers as gemma3, sinks as gpt_oss; widths of values in tests/models
     "deepseek_v3",  # latents as deepseek_v2_lite has

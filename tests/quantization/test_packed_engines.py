@@ -42,12 +42,6 @@ def test_any_number_of_devices_answers_as_with_the_widened_weights(checkpoints, 
 
 
 @pytest.mark.slow
-def test_experts_in_tiles_answer_as_those_as_stored(checkpoints):
-    """Over several devices: the next test, and test_checkpoints.py."""
-    assert_answers(*checkpoints("qwen3_moe"), attention_implementation="triton", data_parallel_size=2, **EPLB)
-
-
-@pytest.mark.slow
 def test_shares_of_experts_in_tiles_answer_as_those_as_stored(checkpoints):
     """Of int8 with a scale per output: devices have a part of each expert, padded to whole tiles."""
     folder, options = checkpoints("qwen3_moe")[1], {"quantization": "int8", "tensor_parallel_size": 4}

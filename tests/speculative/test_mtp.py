@@ -28,19 +28,10 @@ def directory(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_drafts_are_those_of_the_layer_alone(directory):
-    """Over two devices, with latent attention and experts."""
-    drafter = mtp.make(directory, goldens.load(directory, tensor_parallel_size=2)[0], num_drafts=2)
-    assert drafter.num_lookahead == 1 and drafter.feature_layers == ()
-    states, oracle = target_hidden_states(*goldens.load(directory), ()), NextTokenOracle(directory)
-    engine = ByHand(drafter, *goldens.load(directory, tensor_parallel_size=2), states, 2)
-    engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=2)
-
-
-@pytest.mark.slow
 def test_a_layer_chooses_its_own_tokens_behind_one_that_takes_the_choice_of_another(tmp_path):
     directory = write_with_next_token_layer(tmp_path, goldens.FOLDER / "glm_moe_dsa", index_of=1)
     drafter = mtp.make(directory, goldens.load(directory)[0], num_drafts=2)
+    assert drafter.num_lookahead == 1 and drafter.feature_layers == ()
     states, oracle = target_hidden_states(*goldens.load(directory), ()), NextTokenOracle(directory, index_of=1)
     engine = ByHand(drafter, *goldens.load(directory), states)
     engine.compare(lambda tokens: oracle.drafts(tokens, states, 2), rounds=3)

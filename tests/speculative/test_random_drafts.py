@@ -15,10 +15,10 @@ from tests.speculative import block_diffusion, checkpoints, next_token
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 150
+NUM_STEPS = 90
 """Steps of each engine."""
-KINDS = ({}, {"temperature": 0.8}, {"num_speculative_tokens": 1})
-"""Parameters of requests. Logprobs and penalties with drafts: tests/end_to_end/test_drafts.py."""
+KINDS = ({"temperature": 0.8}, {"temperature": 0.4, "num_speculative_tokens": 1})
+"""Parameters of requests. Greedy ones, logprobs and penalties with drafts: tests/end_to_end/test_drafts.py."""
 
 
 def likely_tokens(count: int) -> np.ndarray:

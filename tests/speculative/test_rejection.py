@@ -240,8 +240,4 @@ def test_an_engine_of_two_devices_accepts_what_a_model_drafts_for_itself(monkeyp
     assert [tokens["0"], tokens["1"]] == [result.tokens[:24] for result in results[:2]]
     for alone in requests(**sampled)[-2:]:
         assert acceptance_of(core, [alone])[1] == {alone.request_id: tokens[alone.request_id]}
-    # With logprobs drafts must equal what the target draws, with other noise.
-    _, expected = acceptance_of(core, requests(**sampled, logprobs=1, num_speculative_tokens=0))
-    found, tokens = acceptance_of(core, requests(**sampled, logprobs=1))
-    assert tokens == expected and 0 < found.rate < 0.7
     core.shutdown()

@@ -26,11 +26,10 @@ def llm() -> Iterator[LLM]:
     llm.shutdown()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_gets_at_most_as_many_drafts_as_it_asks_for(llm: LLM, temperature: float) -> None:
+def test_a_request_gets_at_most_as_many_drafts_as_it_asks_for(llm: LLM) -> None:
     found = {}
     for asked in (None, 0, 1, 99):
-        params = SamplingParams(temperature=temperature, seed=1, max_tokens=24, ignore_eos=True, num_speculative_tokens=asked)
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True, num_speculative_tokens=asked)
         before = Acceptance.of(llm.llm_engine.core.stats())
         [output] = llm.generate(REPETITIVE, params, use_tqdm=False)
         found[asked] = output.outputs[0].token_ids
@@ -46,7 +45,7 @@ def test_a_request_gets_at_most_as_many_drafts_as_it_asks_for(llm: LLM, temperat
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 0.0, "stop": ["self"]}, {"temperature": 0.6, "n": 2, "seed": 1}],
+    [{"temperature": 0.6, "seed": 1, "stop": ["self"]}, {"temperature": 0.6, "n": 2, "seed": 1}],
     ids=["stop string", "two answers"],
 )
 def test_answers_are_those_without_drafts(llm: LLM, options: dict[str, Any]) -> None:
