@@ -26,7 +26,7 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiler(vocabulary):
-    compiler = GrammarCompiler(vocabulary, deadline_seconds=1.0)
+    compiler = GrammarCompiler(vocabulary, deadline_seconds=0.5)
     yield compiler
     compiler.shutdown()
 
