@@ -25,7 +25,7 @@ SMALL = {
     "token_buckets": (8, 512),
     "decode_buckets": (8,),
 }
-"""An engine that has few and small programs to compile."""
+"""An engine that has few and small programs to compile: one layer of the demo model, with random weights."""
 PLAIN = {"model": "demo", "prompt": "import ", "max_tokens": 1, "temperature": 0}
 
 
@@ -41,7 +41,7 @@ class LiveServer:
     @classmethod
     @contextmanager
     def start(cls, engine: AsyncLLM | None = None, **options: Any) -> Iterator["LiveServer"]:
-        """A server of this engine (else of one layer with random weights and the tokenizer of the demo model) with these options, until the block ends."""
+        """A server of this engine (else of SMALL) with these options, until the block ends."""
         own = None if engine is not None else AsyncLLM.from_options(**SMALL)
         chosen = ServerOptions.from_options(**options)
         app = create_app(engine or own, chosen)  # type: ignore[arg-type]

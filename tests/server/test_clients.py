@@ -14,7 +14,6 @@ from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 from tests.server.canned import SAID, WEATHER
 
-
 KEY = "secret"
 TOOLS = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
 ANTHROPIC_TOOLS: Any = [{"name": name, "input_schema": WEATHER} for name in ("weather", "time")]
@@ -49,7 +48,7 @@ def server(speaker: FakeEngineCore) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def of_openai(server: LiveServer) -> Iterator[Any]:
-    openai = pytest.importorskip("openai")  # here, as only one of the processes that collect tests needs it, and it takes a second
+    openai = pytest.importorskip("openai")  # here, as one of the processes that collect tests needs it, and it takes a second
     with openai.OpenAI(base_url=f"http://{server.host}:{server.port}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
