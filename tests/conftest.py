@@ -82,8 +82,8 @@ def reuse_contexts_of_modules() -> None:
 
 
 def check_attributes_of_modules_once() -> None:
-    """Flax searches each attribute of each module twice for what may not be there: a fifth of the time of tests that build many
-    models. Here it does so for each type of value that an attribute of a class gets."""
+    """Flax searches each attribute of each module twice for what may not be there, half the time of building a model. Here it does so
+    once for each type of value that an attribute of a class gets."""
     from flax.nnx import Pytree
 
     check, seen = getattr(Pytree, "_check_value", None), set()

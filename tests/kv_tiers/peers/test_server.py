@@ -24,7 +24,7 @@ from tests.helpers.waiting import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> None:
-    """What tests of other files have left is not searched for garbage after each test, which takes 0.2 s."""
+    """Objects that other files' tests have left are not searched for garbage after each test, which takes 0.2 s."""
     gc.collect()
     gc.freeze()
 
