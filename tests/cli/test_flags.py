@@ -187,6 +187,7 @@ def test_help_finds_words_in_names_and_texts() -> None:
     parser.add_flags(engine_flags())
     assert "--long-prefill-token-threshold" in parser.help_for("prefill")
     assert "--enable-chunked-prefill" in parser.help_for("several steps")
-    assert all(spelling(flag.name) in parser.help_for("all") for flag in engine_flags())
+    whole = parser.help_for("all")
+    assert all(spelling(flag.name) in whole for flag in engine_flags())
     with pytest.raises(SystemExit):
         parser.help_for("nonsense")

@@ -38,6 +38,7 @@ from tests.helpers.engine_processes import Served, served, until
 from tests.helpers.fake_engine_core import WIDTH, FakeEngineCore, fake_logprobs
 from tests.helpers.served_core import SLOW_FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
+from tests.helpers.waiting import wait_until
 
 DELTA = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
 ENDLESS = SamplingParams(max_tokens=10_000, output_kind=RequestOutputKind.DELTA, ignore_eos=True)
@@ -408,7 +409,7 @@ def test_a_fatal_step_is_told_and_ends_the_process(model_directory: Path) -> Non
                 with pytest.raises(EngineDeadError, match="the device is lost"):
                     await text_of(llm, "die now")
                 assert "the device is lost" in str(llm.dead_error)
-            assert await asyncio.to_thread(engine.process.wait, 60) == 1
+                assert await asyncio.to_thread(engine.process.wait, 60) == 1
 
     run(main())
 
@@ -506,8 +507,8 @@ def test_loading_is_told_with_phase_and_amount_and_its_failure_with_the_reason(t
             (directory / "go").touch()
             with pytest.raises(EngineDeadError, match="the weights are torn"):
                 await client.ready()
-            client.close()
             assert await asyncio.to_thread(engine.process.wait, 60) == 1
+            client.close()
 
     run(main())
 
@@ -520,7 +521,7 @@ def test_the_engine_ends_when_its_parent_is_gone(model_directory: Path) -> None:
                 assert engine.process.stdin is not None
                 engine.process.stdin.close()  # as the kernel does when the parent dies
                 await until(lambda: llm.dead_error is not None)
-            assert await asyncio.to_thread(engine.process.wait, 60) == 1
+                assert await asyncio.to_thread(engine.process.wait, 60) == 1
 
     run(main())
 
@@ -665,11 +666,21 @@ def test_an_engine_without_work_tells_that_its_load_has_changed(monkeypatch: pyt
     monkeypatch.setattr(core, "stats", lambda: replace(usual, num_kv_leases=next(numbers)))
     outbox = FullOutbox(room=1000)
     loop = EngineLoop(core, commands, outbox, Pulse(), num_replicas=2)  # type: ignore[arg-type]
-    stopping = threading.Timer(1.0, commands.put, [Stop()])
+
+    def told() -> list[int]:
+        return [message.load.stats.num_kv_leases for message in outbox.sent if isinstance(message, messages.Update)]
+
+    def stop() -> None:
+        try:
+            wait_until(lambda: 0 in told())
+        finally:
+            commands.put(Stop())
+
+    stopping = threading.Thread(target=stop)
     stopping.start()
     loop.run()
-    updates = [message.load.stats.num_kv_leases for message in outbox.sent if isinstance(message, messages.Update)]
-    assert (updates[0], updates[-1]) == (1, 0)
+    stopping.join()
+    assert (told()[0], told()[-1]) == (1, 0)
 
 
 def test_answers_to_a_prompt_share_its_images_which_are_sent_once(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:

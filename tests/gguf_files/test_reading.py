@@ -49,13 +49,13 @@ def test_values_and_places_are_those_of_the_package(tmp_path, alignment):
 
 
 def test_a_large_vocabulary_is_read_at_once(tmp_path):
-    file = write(tmp_path / "model.gguf", num_tokens=20_000)
+    file = write(tmp_path / "model.gguf", num_tokens=5_000)
     begin = time.process_time()
     found = GgufFile([file])
     own, begin = time.process_time() - begin, time.process_time()
     gguf.GGUFReader(file)
     assert own < (time.process_time() - begin) / 4
-    assert found.metadata["tokenizer.ggml.tokens"][-1] == "tökén 19999"
+    assert found.metadata["tokenizer.ggml.tokens"][-1] == "tökén 4999"
 
 
 @pytest.mark.parametrize(

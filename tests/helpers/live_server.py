@@ -16,8 +16,16 @@ from server.app import create_app
 from server.connection import uvicorn_config
 from server.options import ServerOptions
 
-SMALL = {"model": "demo", "max_num_seqs": 8, "max_model_len": 2048, "token_buckets": (8, 512), "decode_buckets": (8,)}
-"""An engine that has few programs to compile."""
+SMALL = {
+    "model": "demo",
+    "load_format": "dummy",
+    "hf_overrides": {"num_hidden_layers": 1},
+    "max_num_seqs": 8,
+    "max_model_len": 2048,
+    "token_buckets": (8, 512),
+    "decode_buckets": (8,),
+}
+"""An engine that has few and small programs to compile: one layer of the demo model, with random weights."""
 PLAIN = {"model": "demo", "prompt": "import ", "max_tokens": 1, "temperature": 0}
 
 
@@ -33,7 +41,7 @@ class LiveServer:
     @classmethod
     @contextmanager
     def start(cls, engine: AsyncLLM | None = None, **options: Any) -> Iterator["LiveServer"]:
-        """A server of this engine (else of the demo model) with these options, until the block ends."""
+        """A server of this engine (else of SMALL) with these options, until the block ends."""
         own = None if engine is not None else AsyncLLM.from_options(**SMALL)
         chosen = ServerOptions.from_options(**options)
         app = create_app(engine or own, chosen)  # type: ignore[arg-type]

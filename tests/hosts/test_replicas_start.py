@@ -250,20 +250,20 @@ def test_a_host_that_is_silent_is_lost(tmp_path, monkeypatch):
 
 
 def test_a_message_that_arrives_slowly_is_no_silence(monkeypatch):
-    monkeypatch.setattr(links, "SILENCE_SECONDS", 1.0)  # which a machine with much to do does not let pass between two bytes
+    monkeypatch.setattr(links, "SILENCE_SECONDS", 0.5)  # which a machine with much to do does not let pass between two bytes
     monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
 
     async def trickle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data = framing.frame(wire.Failed("x" * 8), 100)
         for byte in data:
             writer.write(bytes([byte]))
-            await asyncio.sleep(1.5 / len(data))
+            await asyncio.sleep(0.75 / len(data))
         await asyncio.Event().wait()
 
     async def work() -> None:
         server = await asyncio.start_server(trickle, "127.0.0.1", 0)
         link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()), wire.FROM_OTHER)
-        assert (await link.receive()).reason == "x" * 8  # after 1.5 s
+        assert (await link.receive()).reason == "x" * 8  # after 0.75 s
         with pytest.raises(ClosedError, match="it was silent for"):
             await link.receive()
         await link.close()

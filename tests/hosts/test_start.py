@@ -59,10 +59,14 @@ def test_two_hosts_of_one_rank_are_named(together):
 
 
 def test_hosts_that_do_not_come_are_named():
-    with pytest.raises(ConfigError, match=r"within 1 s \(--distributed-timeout-seconds\): 1, 2; start each"):
-        Leader.of(config(0, free_port(), nnodes=3, tensor_parallel_size=3, distributed_timeout_seconds=1), FOUND)
-    with pytest.raises(ConfigError, match="host 0 does not answer at 127.0.0.1, port [0-9]+, after 1 s"):
-        Member.of(config(1, free_port(), distributed_timeout_seconds=1), FOUND)
+    leader = config(0, free_port(), nnodes=3, tensor_parallel_size=3, distributed_timeout_seconds=1)
+    member = config(1, free_port(), distributed_timeout_seconds=1)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(Leader.of, leader, FOUND), pool.submit(Member.of, member, FOUND)]
+        with pytest.raises(ConfigError, match=r"within 1 s \(--distributed-timeout-seconds\): 1, 2; start each"):
+            waiting[0].result(60)
+        with pytest.raises(ConfigError, match="host 0 does not answer at 127.0.0.1, port [0-9]+, after 1 s"):
+            waiting[1].result(60)
 
 
 def test_a_port_that_is_taken_and_an_address_of_another_machine_are_named():

@@ -12,7 +12,7 @@ import zmq
 from jaxllm.cache_spec import cache_layout, cache_specs
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv_events import KVEvents
+from jaxllm.kv_events import KVEvents, publisher
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.models.load_config import load_model_config
 from jaxllm.request import RequestStatus
@@ -96,6 +96,7 @@ def test_replicas_and_ranks_have_ports_in_a_row(monkeypatch: pytest.MonkeyPatch)
             made.new_observer(config, model_config, layout, ()).cleared()
         made.publish()
         assert [sent(port + rank)[0][2] for rank in range(NUM_RANKS)] == [0, 1, 2]
+        monkeypatch.setattr(publisher, "_REUSE_SECONDS", 0.1)
         with pytest.raises(
             ConfigError, match=f"kv_events_config.endpoint is 'tcp://\\*:{port + 1}', which another process uses"
         ):

@@ -68,6 +68,7 @@ def widened(bits=4, group=32, symmetric=True):
 FORMS = [(4, 32, True), (4, 32, False), (4, None, True), (4, None, False), (8, 32, True), (8, 32, False), (8, None, True)]
 
 
+@pytest.mark.slow
 def test_an_engine_answers_as_with_the_widened_weights(tmp_path):
     form = 4, 32, False
     packed_, plain = write(tmp_path / "packed", described(*form), packed(*form)), tmp_path / "plain"

@@ -197,7 +197,7 @@ def test_a_store_is_asked_first_and_filled(shop):
 
 
 def test_a_slow_start_says_whether_programs_are_loaded_or_compiled(shop, monkeypatch, caplog):
-    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.05)
     caplog.set_level("INFO", logger="jaxllm")
     store = Store("stored")
     load = store.load

@@ -6,12 +6,40 @@ from typing import Any
 import pytest
 
 from jaxllm.async_llm import AsyncLLM
+from jaxllm.text.tokenizer import Tokenizer
+from server import chat_service
 from server.app import create_app
-from server.options import ServerOptions
+from server.options import ChatOptions, ServerOptions
+from server.template_process import TemplateProcesses
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.server.client import Client
+
+
+class SharedProcesses(TemplateProcesses):
+    """Processes that outlive their application."""
+
+    made: dict[bytes, "SharedProcesses"] = {}
+
+    def close(self) -> None:
+        """Applications with the same templates and limits go on with them."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, options: ChatOptions) -> "SharedProcesses":
+        new = cls(tokenizer, options)
+        return cls.made.setdefault(new._first, new)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_template_processes() -> Iterator[None]:
+    """To start a process that renders conversations takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_service, "TemplateProcesses", SharedProcesses.of)
+        yield
+    for processes in SharedProcesses.made.values():
+        TemplateProcesses.close(processes)
+    SharedProcesses.made.clear()
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,6 @@ from tests.helpers.scripted_core import fake_core
 from tests.helpers.tiny_tokenizers import CHAT_TEMPLATE, write_tokenizer
 from tests.server.canned import SAID, WEATHER
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-
 KEY = "secret"
 TOOLS = [{"type": "function", "name": name, "parameters": WEATHER} for name in ("weather", "time")]
 ANTHROPIC_TOOLS: Any = [{"name": name, "input_schema": WEATHER} for name in ("weather", "time")]
@@ -51,12 +48,14 @@ def server(speaker: FakeEngineCore) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def of_openai(server: LiveServer) -> Iterator[Any]:
+    openai = pytest.importorskip("openai")  # here, as one of the processes that collect tests needs it, and it takes a second
     with openai.OpenAI(base_url=f"http://{server.host}:{server.port}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def of_anthropic(server: LiveServer) -> Iterator[Any]:
+    anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=f"http://{server.host}:{server.port}", api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -69,6 +68,8 @@ class Weather(BaseModel):
 
 
 def test_openai_creates_retrieves_and_chains(of_openai: Any) -> None:
+    import openai
+
     first = of_openai.responses.create(model="m", input="hi", instructions="be kind", metadata={"a": "b"})
     assert (first.status, json.loads(first.output_text)["city"]) == ("completed", "Köln")
     assert first.usage.total_tokens == first.usage.input_tokens + first.usage.output_tokens
@@ -127,6 +128,8 @@ def test_openai_runs_in_the_background(of_openai: Any) -> None:
 
 
 def test_openai_reports_errors_as_its_classes(of_openai: Any, server: LiveServer) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError) as caught:
         of_openai.responses.create(model="m", input="hi", temperature=-3)
     assert caught.value.param == "temperature"
@@ -159,6 +162,8 @@ def test_anthropic_streams_thoughts_words_and_calls(of_anthropic: Any) -> None:
 
 
 def test_anthropic_reports_errors_as_its_classes(of_anthropic: Any) -> None:
+    import anthropic
+
     asked: Any = {"max_tokens": 10, "messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(anthropic.BadRequestError) as caught:
         of_anthropic.messages.create(model="m", **{**asked, "max_tokens": 0})

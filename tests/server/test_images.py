@@ -449,7 +449,7 @@ def test_hostile_servers_cost_their_own_request_alone(directory: Path, monkeypat
         return made[-1]
 
     monkeypatch.setattr("jaxllm.media.fetch.MediaFetcher", fetcher)
-    core = seeing_core(directory, allowed_media_domains=["*"], mm_fetch_timeout=0.3, mm_max_image_bytes=1 << 20)
+    core = seeing_core(directory, allowed_media_domains=["*"], mm_fetch_timeout=0.1, mm_max_image_bytes=1 << 20)
     with AsyncLLM(core=core) as engine, Client(create_app(engine, options())) as client:
         server = client.run(asyncio.start_server(serve, "127.0.0.1", 0))
         port = server.sockets[0].getsockname()[1]
@@ -463,7 +463,7 @@ def test_hostile_servers_cost_their_own_request_alone(directory: Path, monkeypat
             return reply.status_code, reply.text
 
         for host, path, status, told in (
-            ("images.example", "slow", 502, "longer than 0.3 seconds"),
+            ("images.example", "slow", 502, "longer than 0.1 seconds"),
             ("images.example", "endless", 422, "more than 1048576 bytes"),
             ("inside.example", "a.png", 400, "private or special address"),
             ("127.1", "a.png", 400, "neither a name nor an IP address"),

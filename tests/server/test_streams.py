@@ -118,11 +118,11 @@ def test_a_full_queue_is_a_status_before_the_stream(engine: AsyncLLM, core: Fake
 
 
 def test_a_time_limit_ends_a_request(engine: AsyncLLM, core: FakeEngineCore) -> None:
-    with Client(create_app(engine, options(request_timeout=0.3))) as client:
+    with Client(create_app(engine, options(request_timeout=0.1))) as client:
         whole = client.complete(**ENDLESS)
         assert whole.status_code == 408 and whole.json()["error"]["code"] == "timeout"
     with Client(create_app(engine, options())) as client:
-        for limit in (0.25, 1, 5, 20):
+        for limit in (0.1, 1, 5, 20):
             reply = client.complete(**ENDLESS, stream=True, timeout=limit)
             if reply.status_code != 408:  # else a machine with much to do did not begin in time
                 break
@@ -131,8 +131,8 @@ def test_a_time_limit_ends_a_request(engine: AsyncLLM, core: FakeEngineCore) -> 
 
 
 def test_silence_is_filled_with_comments(engine: AsyncLLM, core: FakeEngineCore) -> None:
-    core.before_step = lambda: time.sleep(0.1)
-    with Client(create_app(engine, options(sse_keep_alive_interval=0.03))) as client:
+    core.before_step = lambda: time.sleep(0.05)
+    with Client(create_app(engine, options(sse_keep_alive_interval=0.015))) as client:
         reply = client.complete(stream=True)
         assert reply.text.count(": keep-alive\n\n") >= 2
         assert reply.text.endswith("data: [DONE]\n\n")

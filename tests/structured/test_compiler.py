@@ -26,7 +26,7 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiler(vocabulary):
-    compiler = GrammarCompiler(vocabulary, deadline_seconds=1.0)
+    compiler = GrammarCompiler(vocabulary, deadline_seconds=0.5)
     yield compiler
     compiler.shutdown()
 
@@ -136,7 +136,7 @@ def test_what_takes_long_does_not_hold_up_the_others_and_may_come_again(compiler
 
 def test_a_form_is_not_refused_because_the_machine_is_busy(vocabulary, monkeypatch):
     """Its child gets the processor for less than it needs within the limit of its CPU time."""
-    compiler = GrammarCompiler(vocabulary, deadline_seconds=0.5)
+    compiler = GrammarCompiler(vocabulary, deadline_seconds=0.25)
     try:
         compiler.start()
         worker = compiler._process.pid
@@ -145,8 +145,8 @@ def test_a_form_is_not_refused_because_the_machine_is_busy(vocabulary, monkeypat
             time.sleep(0.01)
         os.kill(int(children[0]), signal.SIGSTOP)
         with pytest.raises(TimeoutError):
-            job.result(timeout=1)
-        with pytest.raises(OverloadedError, match="was not compiled within 3 s, of which .* try again later"):
+            job.result(timeout=0.5)
+        with pytest.raises(OverloadedError, match="was not compiled within 1.5 s, of which .* try again later"):
             job.result()
     finally:
         compiler.shutdown()

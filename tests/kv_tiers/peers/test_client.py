@@ -94,9 +94,9 @@ def raw(data: bytes) -> Script:
 
 
 def drip(channel: Channel) -> None:
-    for _ in range(4):
+    for _ in range(8):
         channel._socket.sendall(b"\0")
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 FIRSTS: dict[str, Script] = {
@@ -115,7 +115,7 @@ FIRSTS: dict[str, Script] = {
 def test_what_is_no_prefill_engine_is_left(memory: FakeMemory, script: Script) -> None:
     began = time.monotonic()
     with scripted(script) as target, pytest.raises(WireError):
-        connect(target, memory, 0.3)
+        connect(target, memory, 0.15)
     assert time.monotonic() - began < 30
 
 

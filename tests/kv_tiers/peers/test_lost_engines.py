@@ -99,9 +99,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("policy", "transport"), slow_except([("recompute", "shared memory")], [("recompute", "shared memory"), ("fail", "tcp")])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "transport"), [("recompute", "shared memory"), ("fail", "tcp")])
 def test_what_is_lost_is_computed_or_fails(one: Runner, policy: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if transport == "tcp":
         monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")

@@ -22,6 +22,13 @@ from tests.helpers.fake_memory import BLOCK_BYTES, SLOT_BYTES, FakeMemory, Prefi
 from tests.helpers.waiting import wait_until
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Objects that other files' tests have left are not searched for garbage after each test, which takes 0.2 s."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """No thread of a server and no descriptor is left."""

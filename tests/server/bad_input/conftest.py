@@ -17,6 +17,6 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def guarded(server: LiveServer) -> Iterator[LiveServer]:
-    """The engine behind a key, with short patience."""
-    with LiveServer.start(engine=server.engine, api_key=["a-key-of-tests"], request_body_timeout=2.0) as guarded:
+    """The engine behind a key."""
+    with LiveServer.start(engine=server.engine, api_key=["a-key-of-tests"]) as guarded:
         yield guarded

@@ -11,7 +11,7 @@ from server.dialects.json_scanner import MAX_DEPTH, Broken, JsonScanner
 from server.dialects.python_literal import literal_to_json
 from server.dialects.xml import typed_json
 
-FEW = settings(max_examples=60)
+FEW = settings(max_examples=40)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=4), below, max_size=3),
