@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxllm.cli import terminal
 from jaxllm.cli.parser import Parser
-from jaxllm.errors import ModelLoadError, shortened
+from jaxllm.errors import JaxLLMError, ModelLoadError, shortened
 
 ABOUT = "The supported architectures, and the models in the hub's cache on this machine."
 
@@ -51,8 +51,7 @@ def _describe(name: str, directory: Path, size_bytes: int, is_known: Callable[[A
     from jaxllm.models.load_config import read_config_json
 
     architecture, is_supported = None, False
-    with contextlib.suppress(AttributeError, ModelLoadError, TypeError):
+    with contextlib.suppress(AttributeError, JaxLLMError, LookupError, TypeError):
         config = read_config_json(directory)
-        if (named := (config.get("architectures") or [None])[0]) is not None:
-            architecture, is_supported = shortened(str(named)), is_known(config)
+        architecture, is_supported = shortened(str(config["architectures"][0])), is_known(config)
     return {"model": name, "size_bytes": size_bytes, "architecture": architecture, "supported": is_supported}
