@@ -15,7 +15,7 @@ from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat
 from jaxllm.kv_tiers.disk.folder import MAX_NAMES, BlockFolder, folder_of, next_epoch, prepare, read_epoch
-from jaxllm.kv_tiers.disk.known_files import KnownFiles
+from jaxllm.kv_tiers.disk.known_files import KnownFiles, by_content
 from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, WriteTask
 from jaxllm.kv_tiers.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
@@ -320,10 +320,10 @@ class DiskStore:
         usage, most = janitor.measure(self._root), self._max_bytes - self._needed_bytes
         if (usage.has_waste or usage.num_bytes > most) and janitor.make_room(self._root, most):
             usage = janitor.measure(self._root)
-        files = folder.files()
+        found = by_content(folder.files())
         with self._lock:
             if num_resets == self._num_resets:
-                self.known.end_scan(files)
+                self.known.end_scan(*found)
                 self._folder = folder
             self._used_bytes, self._needed_bytes = usage.num_bytes, 0
         end = time.monotonic()
