@@ -221,7 +221,8 @@ class DiskStore:
                 self._pace.note(seconds)
             else:
                 self._num_bad += not is_missing
-                self.known.lose(task.file)
+                if task.folder is self._folder:  # else it is of contents that were dropped
+                    self.known.lose(task.file)
         if error is not None and not is_missing:
             self._warn(
                 f"a file of blocks cannot be used, and its tokens are computed again: {task.folder.path(task.file)}: {error}"

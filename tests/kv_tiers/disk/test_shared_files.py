@@ -180,6 +180,27 @@ def test_a_content_in_two_files_is_read_from_either(make: Any, is_lost: bool) ->
     assert all(third.read(number, 0) and third.memory.has(0, first.memory, number) for number in third.find())
 
 
+def test_a_read_from_before_a_reset_loses_no_file_of_after_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, opened, asked, answer = make(blocks_per_file=A_FILE), folder.open_file, list[str](), list[bool]()
+    engine.write(*range(4))
+
+    def late(path: str, flags: int) -> int:
+        asked.append(path)
+        while flags == os.O_RDONLY and not answer:
+            time.sleep(0.01)
+        return opened(path, flags)
+
+    monkeypatch.setattr(folder, "open_file", late)
+    engine.number += 1
+    engine.store.read(reading := engine.number, NAMES[:1], [7])
+    engine.until(lambda: asked)
+    engine.store.reset(external=True)
+    engine.until(lambda: engine.store._folder is not None)
+    engine.write(*range(4))
+    answer.append(True)
+    assert engine.end(reading) == [False] and engine.find() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_content_in_several_files_is_discarded_from_all(make: Any, is_read: bool, tmp_path: Path) -> None:
     """is_read: whether an engine found the files, or wrote one of them while it did not know the other."""
