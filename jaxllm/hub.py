@@ -110,10 +110,11 @@ def _download(name: str, revision: str | None, download_dir: str | None, files: 
 
     try:
         found = download(files)
-        if "*.safetensors" in files and not any(found.glob("*.safetensors")):
-            is_mistrals = [(found / name).is_file() for name in CONFIG_FILES] == [False, True]
-            found = download(OF_MISTRAL, ()) if is_mistrals else download(OTHER_WEIGHTS)
-        return found
+        if "*.safetensors" not in files:
+            return found
+        if [(found / name).is_file() for name in CONFIG_FILES] == [False, True]:  # whether or not an earlier download got some of them
+            return download(OF_MISTRAL, ())
+        return found if any(found.glob("*.safetensors")) else download(OTHER_WEIGHTS)
     except GatedRepoError as error:
         raise ModelLoadError(f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`") from error
     except RevisionNotFoundError as error:

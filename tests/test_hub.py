@@ -118,3 +118,14 @@ def test_weights_are_downloaded_once(monkeypatch, tmp_path, repository, fetched)
     hub = stand_in_hub.install(monkeypatch, tmp_path / "repository", tmp_path / "cache")
     assert resolve_model("owner/name") == tmp_path / "cache"
     assert hub.fetched == fetched
+
+
+def test_an_interrupted_download_of_mistrals_own_form_goes_on(monkeypatch, tmp_path):
+    parts = [f"consolidated-{part}-of-2.safetensors" for part in (1, 2)]
+    for name in ("params.json", *parts):
+        (tmp_path / "repository" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "repository" / name).write_bytes(b"{}")
+    hub = stand_in_hub.install(monkeypatch, tmp_path / "repository", tmp_path / "cache")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / parts[0]).write_bytes(b"{}")
+    assert resolve_model("owner/name") == tmp_path / "cache" and hub.fetched == ["params.json", parts[1]]

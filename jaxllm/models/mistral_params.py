@@ -46,17 +46,21 @@ def as_config(params: Mapping[str, Any], file: Path) -> dict[str, Any]:
     found |= {OF_EXPERTS.get(str(name), str(name)): value for name, value in experts.items()}
     if "max_position_embeddings" in params:  # rather than max_seq_len
         found["max_position_embeddings"] = params["max_position_embeddings"]
-    if isinstance(yarn, Mapping):
-        found["rope_parameters"] = _rope(yarn)
+    if yarn is not None:
+        found["rope_parameters"] = _rope(yarn, file)
     if quantization := params.get("quantization"):
         found["quantization_config"] = _quantization(quantization, file)
     return {**TOKENS, **found, "architectures": [ARCHITECTURE]}
 
 
-def _rope(yarn: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(yarn: Any, file: Path) -> dict[str, Any]:
+    if not isinstance(yarn, Mapping):
+        raise ModelLoadError(f"{file}: yarn is {shortened(repr(yarn))}, must be an object")
+    if not isinstance(scales := yarn.get("apply_scale", True), bool):
+        raise ModelLoadError(f"{file}: apply_scale is {shortened(repr(scales))}, must be true or false")
     # With apply_scale false, neither cosine and sine nor scores are multiplied for the greater length.
-    scaled = {"mscale": 1.0, "mscale_all_dim": 1.0} if yarn.get("apply_scale", True) else {"attention_factor": 1.0}
-    return {"rope_type": "yarn", **{OF_YARN.get(name, name): value for name, value in yarn.items()}, **scaled}
+    scaled = {"mscale": 1.0, "mscale_all_dim": 1.0} if scales else {"attention_factor": 1.0}
+    return {"rope_type": "yarn", **{OF_YARN.get(str(name), str(name)): value for name, value in yarn.items()}, **scaled}
 
 
 def _quantization(given: Any, file: Path) -> dict[str, Any]:

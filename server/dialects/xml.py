@@ -59,7 +59,7 @@ HY_V3 = Tags(
 MINICPM5 = Tags(
     '<function name="', "", '">', '<param name="', '">', "", "</param>", "", "</function>", verbatim=True, takes_cdata=True
 )  # fmt: skip
-_CDATA, _END_CDATA = "<![CDATA[", Markers(("]]>",))
+_CDATA, _END_CDATA = "<![CDATA[", "]]>"
 
 
 def dsml(section: str, space: str = "") -> Tags:
@@ -83,6 +83,7 @@ class XmlCalls(ToolDialect):
         self._after_name = Markers((tags.after_name, tags.parameter, *ends))
         self._after_key = Markers((tags.after_key, tags.after_key_of_json))
         self._after_value = Markers((tags.after_value, tags.parameter, *ends))
+        self._after_cdata = Markers((_CDATA, _END_CDATA, tags.after_value, tags.parameter, *ends))
 
     def of(self, tokens: Collection[str], response_template: Mapping[str, Any] | None = None) -> ToolDialect:
         if not self.is_suffixed:
@@ -137,11 +138,19 @@ class XmlCalls(ToolDialect):
         return marker == tags.after_section
 
     def _read_value(self, parser: "StreamParser") -> Reading[tuple[str, str]]:
-        """A value, and the tag behind it."""
+        """A value, and the tag behind it. A section ends where it does in XML, unless another end follows before the tag: chat templates do
+        not escape what is in sections."""
         if not self.tags.takes_cdata or not (yield from parser.next_is(_CDATA)):
             return (yield from parser.text_until(self._after_value))
-        value, _ = yield from parser.text_until(_END_CDATA)
-        _, marker = yield from parser.text_until(self._after_value)
+        value, marker = "", _CDATA
+        while marker in (_CDATA, _END_CDATA):
+            if marker == _CDATA:
+                value += (yield from parser.text_until(Markers((_END_CDATA,))))[0]
+            text, marker = yield from parser.text_until(self._after_cdata)
+            if marker == _END_CDATA:
+                value += _END_CDATA + text
+            elif text.strip():
+                value += text
         return value, marker
 
     def _next_tag(self, parser: "StreamParser") -> Reading[str]:

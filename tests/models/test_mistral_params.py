@@ -47,7 +47,8 @@ LARGE_3 = {
 @pytest.fixture
 def read(tmp_path):
     def read_changed(moe=(), yarn=(), **changes):
-        params = {**LARGE_3, "moe": {**LARGE_3["moe"], **dict(moe)}, "yarn": {**LARGE_3["yarn"], **dict(yarn)}, **changes}
+        yarn = {**LARGE_3["yarn"], **dict(yarn)} if isinstance(yarn, dict | tuple) else yarn
+        params = {**LARGE_3, "moe": {**LARGE_3["moe"], **dict(moe)}, "yarn": yarn, **changes}
         (tmp_path / "params.json").write_text(json.dumps(params))
         return load_model_config(tmp_path)
 
@@ -105,6 +106,9 @@ def test_config_json_counts_where_there_is_one(read, tmp_path):
         ),
         ({"quantization": {"qformat_weight": "int3"}}, "quantization is .*, supported: qformat_weight"),
         ({"dim": None}, "params.json: hidden_size is missing"),
+        ({"yarn": "linear"}, "params.json: yarn is 'linear', must be an object"),
+        ({"yarn": [36]}, "params.json: yarn is .*, must be an object"),
+        ({"yarn": {"apply_scale": "false"}}, "params.json: apply_scale is 'false', must be true or false"),
     ],
 )
 def test_what_is_not_computed_is_refused(read, changes, told):

@@ -173,9 +173,9 @@ class BlockFolder:
         with contextlib.suppress(OSError):
             os.unlink(self.path(names))
 
-    def files(self) -> dict[bytes, Names]:
-        """The contents of all files, with those of the file in which each is. Raises OSError."""
-        return {name: names for entry in entries_of(self._path) for names in [names_in(entry)] for name in names}
+    def files(self) -> Iterator[Names]:
+        """The contents of each file. Raises OSError."""
+        return filter(None, map(names_in, entries_of(self._path)))
 
 
 def _called(names: Names) -> str:

@@ -11,7 +11,9 @@ class KnownFiles:
 
     def __init__(self) -> None:
         self.files: dict[bytes, Names] = {}
-        """The contents that files have, with all contents of their file."""
+        """The contents that files have, with all contents of a file in which each is."""
+        self._others: dict[bytes, set[Names]] = {}
+        """Further files of contents: engines that share a directory write the same ones next to different others."""
         self.is_listened_to = False
         """Whether changes are kept for `take_untold`."""
         self._changed: dict[bytes, Names | None] = {}
@@ -27,12 +29,14 @@ class KnownFiles:
 
     def possible_files(self, name: bytes) -> set[Names]:
         """The files in which a content may be, known or not: a write that was given up may have ended."""
-        return {self.file_of(name), self._given_up.get(name, (name,)), (name,)}
+        return {self.file_of(name), *self._others.get(name, ()), self._given_up.get(name, (name,)), (name,)}
 
     def add(self, file: Names) -> None:
         """A file was written."""
         self.note(set(file) - self.files.keys(), True)
         for name in file:
+            if (other := self.files.get(name, file)) != file:
+                self._others.setdefault(name, set()).add(other)
             self.files[name] = self._changed[name] = file
 
     def give_up(self, file: Names) -> None:
@@ -42,24 +46,31 @@ class KnownFiles:
     def lose(self, file: Names) -> None:
         """The contents of a file are lost, unless another one has them too."""
         for name in file:
+            others = self._others.pop(name, set()) - {file}
             if self.files.get(name, file) == file:
-                if self.files.pop(name, None) is not None:
-                    self.note([name], False)
-                self._changed[name] = None
+                if others:
+                    self.files[name] = self._changed[name] = others.pop()
+                else:
+                    if self.files.pop(name, None) is not None:
+                        self.note([name], False)
+                    self._changed[name] = None
+            if others:
+                self._others[name] = others
 
     def clear(self) -> None:
         """Nothing is known any more."""
         self.note(self.files, False)
-        self.files = {}
+        self.files, self._others = {}, {}
         self._given_up.clear()
 
     def begin_scan(self) -> None:
         """The directory is going to be read."""
         self._changed.clear()
 
-    def end_scan(self, files: dict[bytes, Names]) -> None:
-        """This was found in the directory."""
+    def end_scan(self, files: dict[bytes, Names], others: dict[bytes, set[Names]]) -> None:
+        """This was found in the directory: see `by_content`."""
         for name, file in self._changed.items():
+            others.pop(name, None)
             if file is None:
                 files.pop(name, None)
             else:
@@ -67,7 +78,7 @@ class KnownFiles:
         if self.is_listened_to:
             self.note(self.files.keys() - files.keys(), False)
             self.note(files.keys() - self.files.keys(), True)
-        self.files = files
+        self.files, self._others = files, others
 
     # For the listener
 
@@ -90,3 +101,14 @@ class KnownFiles:
         for name, _ in told:
             del self._untold[name]
         return told
+
+
+def by_content(found: Iterable[Names]) -> tuple[dict[bytes, Names], dict[bytes, set[Names]]]:
+    """A file of each content, and the others of those that are in several."""
+    files: dict[bytes, Names] = {}
+    others: dict[bytes, set[Names]] = {}
+    for file in found:
+        for name in file:
+            if files.setdefault(name, file) is not file:
+                others.setdefault(name, set()).add(file)
+    return files, others

@@ -15,7 +15,7 @@ from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.disk import janitor
 from jaxllm.kv_tiers.disk.block_file import FileFormat
 from jaxllm.kv_tiers.disk.folder import MAX_NAMES, BlockFolder, folder_of, next_epoch, prepare, read_epoch
-from jaxllm.kv_tiers.disk.known_files import KnownFiles
+from jaxllm.kv_tiers.disk.known_files import KnownFiles, by_content
 from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, WriteTask
 from jaxllm.kv_tiers.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
@@ -221,7 +221,8 @@ class DiskStore:
                 self._pace.note(seconds)
             else:
                 self._num_bad += not is_missing
-                self.known.lose(task.file)
+                if task.folder is self._folder:  # else it is of contents that were dropped
+                    self.known.lose(task.file)
         if error is not None and not is_missing:
             self._warn(
                 f"a file of blocks cannot be used, and its tokens are computed again: {task.folder.path(task.file)}: {error}"
@@ -320,10 +321,10 @@ class DiskStore:
         usage, most = janitor.measure(self._root), self._max_bytes - self._needed_bytes
         if (usage.has_waste or usage.num_bytes > most) and janitor.make_room(self._root, most):
             usage = janitor.measure(self._root)
-        files = folder.files()
+        found = by_content(folder.files())
         with self._lock:
             if num_resets == self._num_resets:
-                self.known.end_scan(files)
+                self.known.end_scan(*found)
                 self._folder = folder
             self._used_bytes, self._needed_bytes = usage.num_bytes, 0
         end = time.monotonic()

@@ -55,7 +55,7 @@ def test_file_systems_take_what_files_are_called(make: Any, tmp_path: Path, monk
     assert made.write(names, memoryview(mmap.mmap(-1, block_file.PAGE_BYTES))) and [path.name for path in files(tmp_path)] == [
         os.path.basename(made.path(names))
     ]
-    assert made.files() == dict.fromkeys(names, names)
+    assert list(made.files()) == [names]
 
 
 def flip(offset: int) -> Callable[[Path], Any]:
@@ -176,10 +176,58 @@ def test_a_content_in_two_files_is_read_from_either(make: Any, is_lost: bool) ->
     (removed,) = [number for number in (0, 5) if (third.path(number) == third.path(2)) is is_lost]
     third.path(removed).unlink()
     assert not third.read(removed, 0)
-    if is_lost:
-        third.scan()
     assert third.find() == ([2, 3, 4, 5] if removed == 0 else [0, 1, 2, 3])
     assert all(third.read(number, 0) and third.memory.has(0, first.memory, number) for number in third.find())
+
+
+def test_a_read_from_before_a_reset_loses_no_file_of_after_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, opened, asked, answer = make(blocks_per_file=A_FILE), folder.open_file, list[str](), list[bool]()
+    engine.write(*range(4))
+
+    def late(path: str, flags: int) -> int:
+        asked.append(path)
+        while flags == os.O_RDONLY and not answer:
+            time.sleep(0.01)
+        return opened(path, flags)
+
+    monkeypatch.setattr(folder, "open_file", late)
+    engine.number += 1
+    engine.store.read(reading := engine.number, NAMES[:1], [7])
+    engine.until(lambda: asked)
+    engine.store.reset(external=True)
+    engine.until(lambda: engine.store._folder is not None)
+    engine.write(*range(4))
+    answer.append(True)
+    assert engine.end(reading) == [False] and engine.find() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_content_in_several_files_is_discarded_from_all(make: Any, is_read: bool, tmp_path: Path) -> None:
+    """is_read: whether an engine found the files, or wrote one of them while it did not know the other."""
+    first, second, third = (make(blocks_per_file=size) for size in (A_FILE, A_FILE, 1))
+    first.write(0, 1, 2, 3)
+    third.write(2)
+    second.write(2, 4)
+    if is_read:
+        second = make(seed=1)
+    else:
+        second.scan()
+    assert second.find() == [0, 1, 2, 3, 4] and len(files(tmp_path)) == 3
+    second.store.discard([NAMES[2]])
+    assert not second.find()
+    second.until(lambda: not files(tmp_path))
+    second.scan()
+    assert not second.find()
+
+
+def test_a_file_that_is_written_next_to_another_is_known_with_it(make: Any, tmp_path: Path) -> None:
+    engine = make(blocks_per_file=A_FILE)
+    engine.write(0, 1)
+    engine.write(1, 2)
+    (paths := files(tmp_path)).remove(engine.path(2))
+    engine.path(2).unlink()
+    assert not engine.read(2, 5) and engine.find() == [0, 1] and engine.path(1) == paths[0]
+    assert engine.read(1, 5) and engine.memory.has(5, engine.memory, 1)
 
 
 @pytest.mark.parametrize(

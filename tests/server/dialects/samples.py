@@ -367,6 +367,13 @@ SAMPLES = {
         '<function name="get_weather"><param name="city"><![CDATA[</param>\n</function>]]></param></function>',
         ("get_weather", '{"city": "</param>\\n</function>"}'),
     ),
+    "minicpm5 has an end of sections in a value": calls_in(
+        "minicpm5",
+        '<function name="run"><param name="code"><![CDATA[a[b[0]]>1 ]]>2]]>\n</param></function>'
+        '<function name="get_weather"><param name="city"><![CDATA[a]]]]><![CDATA[>b]]></param></function>',
+        ("run", '{"code": "a[b[0]]>1 ]]>2"}'),
+        ("get_weather", '{"city": "a]]>b"}'),
+    ),
     "dots": calls_in(
         "dots",
         "I look.<dots_function_call>\n"
