@@ -51,7 +51,7 @@ def _describe(name: str, directory: Path, size_bytes: int, is_known: Callable[[A
     from jaxllm.models.load_config import read_config_json
 
     architecture, is_supported = None, False
-    with contextlib.suppress(AttributeError, ModelLoadError, TypeError):
+    with contextlib.suppress(AttributeError, LookupError, ModelLoadError, TypeError):
         config = read_config_json(directory)
         if (named := (config.get("architectures") or [None])[0]) is not None:
             architecture, is_supported = shortened(str(named)), is_known(config)
