@@ -298,6 +298,7 @@ class Listener:
                 descriptor = os.pidfd_open(hello.pid)
             except OSError:  # it has ended already
                 self._forget(hello.client, None)
+                self._remove_socket(hello.client)
                 return
             self._processes[descriptor] = hello.client
             self._poller.register(descriptor, zmq.POLLIN)
@@ -307,10 +308,14 @@ class Listener:
             self._poller.unregister(descriptor)
             os.close(descriptor)
             del self._processes[descriptor]
-            with contextlib.suppress(OSError):
-                os.unlink(Path(self.directory, client))  # its socket, if it was killed
+            self._remove_socket(client)
         self._outbox.disconnect(client)
         self.commands.put(Gone(client))
+
+    def _remove_socket(self, client: str) -> None:
+        """The file that an API server leaves that was killed."""
+        with contextlib.suppress(OSError):
+            os.unlink(Path(self.directory, client))
 
     def _beat(self) -> None:
         pulse, now = self._pulse, time.monotonic()
