@@ -287,11 +287,12 @@ class Listener:
         if isinstance(message, Hello) and not is_client_name(message.client):
             logger.warning("an API server with an impossible name was refused")
             return
-        if isinstance(message, Hello) and message.client not in self._outbox.clients:
-            self._greet(message)
+        if isinstance(message, Hello) and message.client not in self._outbox.clients and not self._greet(message):
+            return
         self.commands.put(message)
 
-    def _greet(self, hello: Hello) -> None:
+    def _greet(self, hello: Hello) -> bool:
+        """Returns False if the API server has ended already."""
         self._outbox.connect(hello.client)
         if hasattr(os, "pidfd_open"):
             try:
@@ -299,9 +300,10 @@ class Listener:
             except OSError:  # it has ended already
                 self._forget(hello.client, None)
                 self._remove_socket(hello.client)
-                return
+                return False
             self._processes[descriptor] = hello.client
             self._poller.register(descriptor, zmq.POLLIN)
+        return True
 
     def _forget(self, client: str, descriptor: int | None) -> None:
         if descriptor is not None:

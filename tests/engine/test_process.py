@@ -607,7 +607,7 @@ def test_the_watch_ends_what_hangs_but_not_after_a_time_in_which_it_did_not_run(
     assert deaths == ([] if death is None else [death])
 
 
-def test_the_socket_of_a_client_that_was_killed_before_it_was_greeted_is_removed() -> None:
+def test_a_client_that_was_killed_before_it_was_greeted_leaves_no_socket() -> None:
     with subprocess.Popen(["true"]) as ended:
         pass
     with socket_directory() as directory:
@@ -618,6 +618,7 @@ def test_the_socket_of_a_client_that_was_killed_before_it_was_greeted_is_removed
         left.touch()
         listener._take(memoryview(messages.encode(messages.Hello(client, ended.pid))))
         assert not left.exists() and not listener._outbox.clients and not listener._processes
+        assert listener.commands.get_nowait() == sockets.Gone(client) and listener.commands.empty(), "nothing is sent to it"
         listener._inbox.close()
         listener.context.destroy(linger=0)
 
