@@ -112,8 +112,8 @@ def _download(name: str, revision: str | None, download_dir: str | None, files: 
         found = download(files)
         if "*.safetensors" not in files:
             return found
-        if [(found / name).is_file() for name in CONFIG_FILES] == [False, True]:  # whether or not an earlier download got some of them
-            return download(OF_MISTRAL, ())
+        if [(found / name).is_file() for name in CONFIG_FILES] == [False, True]:
+            return download(OF_MISTRAL, ())  # also if some are there: an earlier download may have been interrupted
         return found if any(found.glob("*.safetensors")) else download(OTHER_WEIGHTS)
     except GatedRepoError as error:
         raise ModelLoadError(f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`") from error

@@ -287,30 +287,37 @@ class Listener:
         if isinstance(message, Hello) and not is_client_name(message.client):
             logger.warning("an API server with an impossible name was refused")
             return
-        if isinstance(message, Hello) and message.client not in self._outbox.clients:
-            self._greet(message)
+        if isinstance(message, Hello) and message.client not in self._outbox.clients and not self._greet(message):
+            return
         self.commands.put(message)
 
-    def _greet(self, hello: Hello) -> None:
+    def _greet(self, hello: Hello) -> bool:
+        """Returns False if the API server has ended already."""
         self._outbox.connect(hello.client)
         if hasattr(os, "pidfd_open"):
             try:
                 descriptor = os.pidfd_open(hello.pid)
             except OSError:  # it has ended already
                 self._forget(hello.client, None)
-                return
+                self._remove_socket(hello.client)
+                return False
             self._processes[descriptor] = hello.client
             self._poller.register(descriptor, zmq.POLLIN)
+        return True
 
     def _forget(self, client: str, descriptor: int | None) -> None:
         if descriptor is not None:
             self._poller.unregister(descriptor)
             os.close(descriptor)
             del self._processes[descriptor]
-            with contextlib.suppress(OSError):
-                os.unlink(Path(self.directory, client))  # its socket, if it was killed
+            self._remove_socket(client)
         self._outbox.disconnect(client)
         self.commands.put(Gone(client))
+
+    def _remove_socket(self, client: str) -> None:
+        """The file that an API server leaves that was killed."""
+        with contextlib.suppress(OSError):
+            os.unlink(Path(self.directory, client))
 
     def _beat(self) -> None:
         pulse, now = self._pulse, time.monotonic()

@@ -161,16 +161,22 @@ def test_models_lists_architectures_and_the_hub_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hub, "PACKAGED", {"absent": "no-such-package"})
-    for name, architecture in [("models--a--fine", "LlamaForCausalLM"), ("models--b--odd", "OddForCausalLM")]:
+    named = {
+        "models--a--fine": ["LlamaForCausalLM"],
+        "models--b--odd": ["OddForCausalLM"],
+        "models--c--bad": {"0": "LlamaForCausalLM"},
+    }
+    for name, architectures in named.items():
         snapshot = tmp_path / name / "snapshots" / ("0" * 40)
         snapshot.mkdir(parents=True)
-        (snapshot / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        (snapshot / "config.json").write_text(json.dumps({"architectures": architectures}))
         (tmp_path / name / "refs").mkdir()
         (tmp_path / name / "refs" / "main").write_text("0" * 40)
     assert main(["models", "--download-dir", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert "LlamaForCausalLM" in report["architectures"]
-    assert [(model["model"], model["supported"]) for model in report["models"][1:]] == [("a/fine", True), ("b/odd", False)]
+    found = [(model["model"], model["supported"]) for model in report["models"][1:]]
+    assert found == [("a/fine", True), ("b/odd", False), ("c/bad", False)]
     assert main(["models", "--download-dir", str(tmp_path)]) == 0
     assert "OddForCausalLM: not supported" in capsys.readouterr().out
 

@@ -608,6 +608,22 @@ def test_the_watch_ends_what_hangs_but_not_after_a_time_in_which_it_did_not_run(
     assert deaths == ([] if death is None else [death])
 
 
+def test_a_client_that_was_killed_before_it_was_greeted_leaves_no_socket() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    with socket_directory() as directory:
+        listener = Listener(
+            str(directory), Pulse(), step_timeout_seconds=2.0, compile_timeout_seconds=8.0, stall_timeout_seconds=1.0
+        )
+        left = Path(directory, client := f"client-0-{'0' * 16}")
+        left.touch()
+        listener._take(memoryview(messages.encode(messages.Hello(client, ended.pid))))
+        assert not left.exists() and not listener._outbox.clients and not listener._processes
+        assert listener.commands.get_nowait() == sockets.Gone(client) and listener.commands.empty(), "nothing is sent to it"
+        listener._inbox.close()
+        listener.context.destroy(linger=0)
+
+
 def test_a_client_that_did_not_run_does_not_take_that_for_the_engine_s_silence(
     shared: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
