@@ -106,8 +106,9 @@ def compute(model: "torch.nn.Module", prompt: list[int]) -> tuple[dict[str, Any]
     ids = torch.tensor([prompt])
     logits = model(ids).logits[0]
     logprobs = torch.log_softmax(logits, -1)
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "use_cache": model.config.get_text_config().use_cache}
     generated = model.generate(
-        ids, do_sample=False, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **settings
     )
     tokens = generated.sequences[0, len(prompt) :]
     steps = torch.stack(generated.logits)[:, 0]
