@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from jaxllm.quantization.formats.compressed_tensors import CompressedTensors, Gr
 from jaxllm.quantization.formats.packed import ReadPart, module_of
 from jaxllm.quantization.numbers import Scheme
 from jaxllm.weight_format import Expected, Files, Options, ParamSpec, Reader
-
-if TYPE_CHECKING:
-    pass
 
 LARGEST_GROUP = 128
 _NUMBERS = {"int8": "uint8b128", "int4": "int4"}
