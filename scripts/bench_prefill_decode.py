@@ -37,7 +37,7 @@ from scripts.soaking.processes import RUN, started_server
 
 FLAGS = "--load-format dummy --skip-tokenizer-init --max-num-seqs 64 --decode-buckets 64 --token-buckets 64,2048"
 FLAGS += " --max-num-batched-tokens 2048 --warmup all --num-gpu-blocks-override 12288"
-# Programs depend on the number of blocks, which otherwise depends on what is left beside staging.
+# Programs depend on the number of blocks, which would differ between engines with and without staging memory.
 TINY_FLAGS = "--max-num-seqs 32 --decode-buckets 32 --token-buckets 128 --max-num-batched-tokens 128"
 SERVERS = {
     "roles": "--prefill {each} --decode {each} --prefill-threshold {threshold} --kv-offloading-size {host_gib}",

@@ -53,14 +53,14 @@ OPTIONS = {
 
 @dataclass
 class Found:
-    """What engines of one size gave: how many texts of how many are equal, the largest error of logprobs, and what else is to tell."""
+    """Results of the engines of one size: how many texts of how many are equal, the largest error of logprobs, and what else is to tell."""
 
     num_equal: int
     num_texts: int
     error: float
     notes: str
     needs: tuple[bool, ...] = ()
-    """What must have happened for the comparison to mean something."""
+    """Conditions without which the comparison would say nothing: preemption, accepted drafts, cached prompts."""
 
     @property
     def is_right(self) -> bool:

@@ -61,7 +61,7 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tokens_and_logprobs_are_those_of_transformers(client: Client) -> None:
-    """Of all cases in one request, as most of a step's time goes into its weights."""
+    """All cases are one request, as most of a step's time goes into its weights."""
     cases: list[Any] = GOLDEN["cases"]
     for case in cases:
         rendered = client.post(
