@@ -53,14 +53,14 @@ OPTIONS = {
 
 @dataclass
 class Found:
-    """What engines of one size gave: how many texts of how many are equal, the largest error of logprobs, and what else is to tell."""
+    """Result of an engine: the number of texts that are equal, of all texts, the largest error of logprobs, and counts to print."""
 
     num_equal: int
     num_texts: int
     error: float
     notes: str
     needs: tuple[bool, ...] = ()
-    """What must have happened for the comparison to mean something."""
+    """Whether requests were preempted and whole blocks found, without which the comparison shows less than it should."""
 
     @property
     def is_right(self) -> bool:
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def check_in_process(name: str, folder: Path, seconds: float) -> bool:
-    """In a process of its own, which is ended if it takes longer. It is forked: imports take longer than many variants."""
+    """Check in a forked process, which is ended if it takes longer: imports take longer than many variants."""
     context, start = multiprocessing.get_context("fork"), time.monotonic()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=tell, args=(name, folder, sender))
