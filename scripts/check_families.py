@@ -160,11 +160,13 @@ def check_engine(directory: Path, results: list[dict[str, Any]], num_devices: in
         answers = ask(core, results, max_tokens=FEW)
         is_equal += [answer.tokens == result["tokens"][:FEW] for answer, result in zip(answers, results, strict=True)]
     caches, size = core.config.cache.enable_prefix_caching, core.memory_plan.block_size
+    least = core.scheduler.cache_manager.states.least_tokens  # shorter prefixes are not worth the blocks of their states
     core.shutdown()
     num_cached = sum(answer.num_cached_tokens for answer in answers)
     notes = [f"{num_preemptions} preemptions", f"{num_accepted} drafts taken"]
     notes.append(f"{num_cached} tokens found" if caches else "no prefix caching")
-    is_found = num_cached == sum(len(result["prompt"]) // size * size for result in results)
+    whole_blocks = [len(result["prompt"]) // size * size for result in results]
+    is_found = num_cached == sum(length for length in whole_blocks if length >= least) > 0
     return Found(sum(is_equal), len(is_equal), error, ", ".join(notes), (num_preemptions > 0, is_found or not caches))
 
 
