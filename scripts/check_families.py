@@ -53,14 +53,14 @@ OPTIONS = {
 
 @dataclass
 class Found:
-    """Results of the engines of one size: how many texts of how many are equal, the largest error of logprobs, and what else is to tell."""
+    """Result of an engine: the number of texts that are equal, of all texts, the largest error of logprobs, and counts to print."""
 
     num_equal: int
     num_texts: int
     error: float
     notes: str
     needs: tuple[bool, ...] = ()
-    """Conditions without which the comparison would say nothing: preemption, accepted drafts, cached prompts."""
+    """Whether requests were preempted and whole blocks found, without which the comparison shows less than it should."""
 
     @property
     def is_right(self) -> bool:
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def check_in_process(name: str, folder: Path, seconds: float) -> bool:
-    """In a process of its own, which is ended if it takes longer. It is forked: imports take longer than many variants."""
+    """Check in a forked process, which is ended if it takes longer: imports take longer than many variants."""
     context, start = multiprocessing.get_context("fork"), time.monotonic()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=tell, args=(name, folder, sender))
@@ -160,11 +160,13 @@ def check_engine(directory: Path, results: list[dict[str, Any]], num_devices: in
         answers = ask(core, results, max_tokens=FEW)
         is_equal += [answer.tokens == result["tokens"][:FEW] for answer, result in zip(answers, results, strict=True)]
     caches, size = core.config.cache.enable_prefix_caching, core.memory_plan.block_size
+    least = core.scheduler.cache_manager.states.least_tokens  # shorter prefixes are not worth the blocks of their states
     core.shutdown()
     num_cached = sum(answer.num_cached_tokens for answer in answers)
     notes = [f"{num_preemptions} preemptions", f"{num_accepted} drafts taken"]
     notes.append(f"{num_cached} tokens found" if caches else "no prefix caching")
-    is_found = num_cached == sum(len(result["prompt"]) // size * size for result in results)
+    whole_blocks = [len(result["prompt"]) // size * size for result in results]
+    is_found = num_cached == sum(length for length in whole_blocks if length >= least) > 0
     return Found(sum(is_equal), len(is_equal), error, ", ".join(notes), (num_preemptions > 0, is_found or not caches))
 
 
