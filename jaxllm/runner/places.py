@@ -69,7 +69,11 @@ def locate(block_table_NB: jax.Array, columns_RC: jax.Array, num_tokens: int, ca
 
 
 def locate_decode(block_table_NB: jax.Array, columns_RC: jax.Array, width: int, cache: CacheLayout) -> Places:
-    """`Places` of a step in which row i has the tokens width * i … width * i + width - 1, of which the first NUM_TOKENS are real."""
+    """`Places` of a step in which row i has the tokens width * i … width * i + width - 1, of which the first NUM_TOKENS are real.
+
+    Those that are not real are written as far as the row's last page reaches, and attention reads that page in place of later ones: it
+    reads the keys of W tokens, some with a weight of 0, which makes NaN of NaN that another request may have left.
+    """
     num_rows = columns_RC.shape[0]
     index_T = jnp.arange(num_rows * width, dtype=jnp.int32)
     owner_T, offset_T = index_T // width, index_T % width
@@ -77,13 +81,13 @@ def locate_decode(block_table_NB: jax.Array, columns_RC: jax.Array, width: int, 
     columns_TC = columns_RC if width == 1 else columns_RC[owner_T]
     position_T = columns_TC[:, Column.START] + offset_T
     is_real_T = offset_T < columns_TC[:, Column.NUM_TOKENS]
-    page_tables = _by_group(block_table_NB[row_R], cache)
+    page_tables, is_in_page_T = _by_group(block_table_NB[row_R], cache), is_real_T
     if width > 1:
-        # The keys of a row that ends at the longest length, with those of tokens that are not real, reach behind its table.
-        extra = -(-(width - 1) // cache.block_size)
-        page_tables = [jnp.pad(page_table_RB, ((0, 0), (0, extra))) for page_table_RB in page_tables]
+        last_R = jnp.maximum(start_R + count_R - 1, 0) // cache.block_size
+        page_tables = _up_to(last_R, page_tables, width, cache)
+        is_in_page_T = (position_T // cache.block_size <= last_R[owner_T]) & (count_R > 0)[owner_T]
     pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
-    is_written_T = is_real_T & (position_T >= columns_TC[:, Column.WRITE_FROM])
+    is_written_T = is_in_page_T & (position_T >= columns_TC[:, Column.WRITE_FROM])
     places = Places(
         row_T=columns_TC[:, Column.ROW],
         owner_T=owner_T,
@@ -136,14 +140,15 @@ def at_positions(
 def runs_at(
     block_table_NB: jax.Array, row_R: jax.Array, position_R: jax.Array, limit_R: jax.Array, width: int, cache: CacheLayout
 ) -> Places:
-    """A run of `width` tokens for each row from any position on; those from `limit_R` on are not written."""
+    """A run of `width` tokens for each row from any position on; those from `limit_R` on, behind the blocks of the row, are not written,
+    and attention reads the last of these blocks in place of others."""
     num_rows = row_R.shape[0]
     index_T = jnp.arange(num_rows * width, dtype=jnp.int32)
     owner_T, offset_T = index_T // width, index_T % width
     position_T = position_R[owner_T] + offset_T
     is_real_T = position_T < limit_R[owner_T]
-    extra = -(-(width - 1) // cache.block_size)  # as in `locate_decode`
-    page_tables = [jnp.pad(table_RB, ((0, 0), (0, extra))) for table_RB in _by_group(block_table_NB[row_R], cache)]
+    last_R = jnp.maximum(limit_R - 1, 0) // cache.block_size
+    page_tables = _up_to(last_R, _by_group(block_table_NB[row_R], cache), width, cache)
     pages = [page_table_RB[owner_T, position_T // cache.block_size] for page_table_RB in page_tables]
     return Places(
         row_T=row_R[owner_T],
@@ -251,6 +256,14 @@ def _by_group(block_table_RB: jax.Array, cache: CacheLayout) -> list[jax.Array]:
     """
     num_groups = len(cache.groups)
     return jnp.split(block_table_RB, num_groups, axis=1) if num_groups > 1 else [block_table_RB]
+
+
+def _up_to(last_R: jax.Array, page_tables: list[jax.Array], width: int, cache: CacheLayout) -> list[jax.Array]:
+    """Block tables with the last page that each row may read in place of later ones, and of those behind the table that a run of `width`
+    tokens may reach."""
+    extra = -(-(width - 1) // cache.block_size)
+    index_RB = jnp.minimum(jnp.arange(page_tables[0].shape[1] + extra), last_R[:, None])
+    return [jnp.take_along_axis(page_table_RB, index_RB, axis=1) for page_table_RB in page_tables]
 
 
 def _group_tables(

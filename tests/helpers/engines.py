@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm.config import EngineConfig
@@ -108,7 +109,7 @@ class SharedPrograms:
 
 
 def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight: int = 2, **options: Any) -> EngineCore:
-    """The engine with a new scheduler, empty prefix cache included; its programs stay compiled.
+    """The engine with a new scheduler, empty prefix cache included, and NaN in its cache; its programs stay compiled.
 
     The options are the scheduler's and the cache's; a pool smaller than the device's arrays is as good as a small device.
     `max_in_flight`: steps, with async scheduling (2 is what a CPU has, 3 what a GPU has).
@@ -116,6 +117,7 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
     assert not core.has_unfinished_requests()
     for rows in all_rows(core):
         rows.clear()
+    poison(core)
     if "max_num_batched_tokens" in options:
         options = {"max_num_prefill_tokens": None, **options}
     config = core.config.replace(**options)
@@ -135,6 +137,12 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
     depth = max_in_flight if config.scheduler.async_scheduling else 1
     core.loop = StepLoop(core.scheduler, core.runner, max_in_flight=depth, ops=core.ops, wait=core.wait_for_preparations)
     return core
+
+
+def poison(core: EngineCore) -> None:
+    """Fill the cache, states included, with NaN: nothing may be read before it is written."""
+    caches = core.runner.caches
+    core.runner.caches = tuple(jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding) for x in caches)
 
 
 def all_rows(core: EngineCore) -> list[Rows]:
