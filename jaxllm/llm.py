@@ -430,8 +430,9 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         use_tqdm: bool | Callable[..., Any] | None,
         *,
         are_added: bool = False,
+        make: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
-        """Run requests to completion. are_added: the engine has them already."""
+        """Run requests to completion. are_added: the engine has them already. make: makes a result of each output; None: it is one."""
         results: dict[int, Any] = {}
         bar = self._bar(use_tqdm, len(requests), "Processed prompts")
         running = self._run(requests, are_added=are_added)
@@ -439,7 +440,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         try:
             for place, output in running:
                 raise_error(output, f"prompt {place} of {len(requests)}" if len(requests) > 1 else "the request")
-                results[place] = output
+                results[place] = output if make is None else make(output)
                 num_in += len(output.prompt_token_ids)
                 if isinstance(output, RequestOutput):
                     num_out += sum(len(answer.token_ids) for answer in output.outputs)

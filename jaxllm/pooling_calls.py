@@ -38,17 +38,7 @@ class PoolingCalls:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Compute one vector per prompt, in order. Prompts and errors: as for `generate`."""
-        return [
-            EmbeddingRequestOutput(
-                output.request_id,
-                output.prompt_token_ids,
-                EmbeddingOutput(output.outputs.data.tolist()),
-                output.num_cached_tokens,
-            )
-            for output in self.encode(
-                prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm, lora_request=lora_request
-            )
-        ]
+        return self._encoded(prompts, pooling_params, "embed", use_tqdm, lora_request, _embedding)
 
     def encode(
         self,
@@ -64,11 +54,23 @@ class PoolingCalls:
 
         The parameters or `pooling_task` set the task. Prompts and errors: as for `generate`.
         """
+        return self._encoded(prompts, pooling_params, pooling_task, use_tqdm, lora_request)
+
+    def _encoded(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None,
+        task: PoolingTask | None,
+        use_tqdm: bool | Callable[..., Any] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        make: Callable[[PoolingRequestOutput], Any] | None = None,
+    ) -> list[Any]:
+        """As `encode`; with what `make` returns for each output, called while the device computes later ones."""
         all_prompts = prompt_list(prompts)
         params_list = one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
-        tasks = [_with_task(params, pooling_task) for params in params_list]
+        tasks = [_with_task(params, task) for params in params_list]
         requests = self._requests_or_later(all_prompts, tasks, None, lora_request)
-        return self._finish(requests, use_tqdm)
+        return self._finish(requests, use_tqdm, make=make)
 
     def classify(
         self,
@@ -79,16 +81,7 @@ class PoolingCalls:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Compute the probability of each class for each prompt, in order. Prompts and errors: as for `generate`."""
-        found = self.encode(prompts, pooling_params, pooling_task="classify", use_tqdm=use_tqdm, lora_request=lora_request)
-        return [
-            ClassificationRequestOutput(
-                output.request_id,
-                output.prompt_token_ids,
-                ClassificationOutput(output.outputs.data.tolist()),
-                output.num_cached_tokens,
-            )
-            for output in found
-        ]
+        return self._encoded(prompts, pooling_params, "classify", use_tqdm, lora_request, _classes)
 
     def score(
         self,
@@ -124,6 +117,16 @@ class PoolingCalls:
             ids = [*a.prompt_token_ids, *b.prompt_token_ids]
             scores.append(ScoringRequestOutput(b.request_id, ids, score, a.num_cached_tokens + b.num_cached_tokens))
         return scores
+
+
+def _embedding(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+    vector = EmbeddingOutput(output.outputs.data.tolist())
+    return EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, vector, output.num_cached_tokens)
+
+
+def _classes(output: PoolingRequestOutput) -> ClassificationRequestOutput:
+    probabilities = ClassificationOutput(output.outputs.data.tolist())
+    return ClassificationRequestOutput(output.request_id, output.prompt_token_ids, probabilities, output.num_cached_tokens)
 
 
 def _with_task(params: PoolingParams, task: PoolingTask | None) -> PoolingParams:

@@ -66,6 +66,7 @@ class GroupedQueryAttention(nnx.Module):
             bias=part.bias,
             biased=() if part.key_bias else (True, False, True),
             transposed=part.transposed,
+            flat=config.encoder is not None,
         )
         self.gate = nnx.data(None)
         if part.gated:

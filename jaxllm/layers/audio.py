@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 
 from jaxllm.layers.linear import Linear, abstract_param, precision_of
-from jaxllm.layers.mlp import ACTIVATIONS
+from jaxllm.layers.mlp import ACTIVATIONS, gelu
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.vision import attend_in_segments
@@ -55,7 +55,7 @@ class AudioEncoder(nnx.Module):
         """[F, D] before the last norm. num_real: positions that others attend to; None: all."""
         x_TD = features_TM.astype(self.dtype)
         for conv in self.convs:
-            x_TD = jax.nn.gelu(conv(x_TD), approximate=False)
+            x_TD = gelu(conv(x_TD))
         x_FD = x_TD + self.positions[...][: len(x_TD)]
         attend = attention_of(len(x_FD), num_real, **kernels)
         for block in self.blocks:

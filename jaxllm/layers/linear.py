@@ -110,11 +110,13 @@ class Linear(nnx.Module):
         biased: Sequence[bool] = (),
         transposed: bool = False,
         weight: str = "weight",
+        flat: bool = False,
     ):
         """modules: the checkpoint's modules, `joined` along a dimension of their outputs.
         biased: which of them have the bias, if not all; that of the others is zero.
         inputs: the stored dimensions that are contracted; None: as in `shape`.
-        transposed: the checkpoint holds [inputs, outputs]. weight: what it calls the weight in a module."""
+        transposed: the checkpoint holds [inputs, outputs]. weight: what it calls the weight in a module.
+        flat: add the bias to outputs in one dimension: XLA then leaves it to the product, and else writes it out for every vector."""
         operand_and_letters, output = subscripts.split("->")
         operand, letters = operand_and_letters.split(",")
         self.num_contracted = n = sum(letter not in output for letter in letters)
@@ -125,7 +127,7 @@ class Linear(nnx.Module):
         self.modules, self.joined = tuple(modules), joined
         self.is_split = any(MESH_AXES[axis] for axis in axes[:n])
         """Whether devices split the inputs, so that each computes a part of the sum."""
-        self.shape, self.axes = tuple(shape), tuple(axes)
+        self.shape, self.axes, self.is_flat = tuple(shape), tuple(axes), flat
         self.inputs = tuple(shape[:n] if inputs is None else inputs)
         source = output_major(self.modules, weight, joined, self.inputs, transposed=transposed)
         self.weight: nnx.Param | PackedWeight = abstract_param(shape, axes, dtype, source=source)
@@ -151,7 +153,10 @@ class Linear(nnx.Module):
         `__call__` takes them; each device has quantised its part of the vectors."""
         assert isinstance(self.weight, PackedWeight)
         y = self.weight.sums(x)
-        return y if self.bias is None else self._with_bias(y.scaled(), shards)
+        if self.bias is None:
+            return y
+        scaled = y.scaled()
+        return scaled + self._bias_of(scaled, shards)
 
     def __call__(
         self, x: Array, shards: Shards = ONE_DEVICE, multiply: Multiply = PLAINLY, *, weight_only: bool = False
@@ -169,10 +174,15 @@ class Linear(nnx.Module):
         else:
             weight = self.weight[...].astype(x.dtype)
             trailing = weight.shape[self.num_contracted :]
+            if self.is_flat:
+                y = jnp.dot(x, weight.reshape(x.shape[-1], -1), precision=precision_of(x.dtype))
+                y = y if self.bias is None else y + self._bias_of(y, shards).reshape(-1)
+                return y.reshape(*y.shape[:-1], *trailing)
             y = jnp.tensordot(x, weight.reshape(-1, *trailing), 1, precision=precision_of(x.dtype))
-        return y if self.bias is None else self._with_bias(y, shards)
+        return y if self.bias is None else y + self._bias_of(y, shards)
 
-    def _with_bias(self, y: Array, shards: Shards) -> Array:
+    def _bias_of(self, y: Array, shards: Shards) -> Array:
+        """The bias in the type of the product y, of several devices that add it up only that of the first."""
         assert self.bias is not None
         bias = self.bias[...].astype(y.dtype)
-        return y + (bias if shards.size == 1 else jnp.where(shards.index == 0, bias, 0))
+        return bias if shards.size == 1 else jnp.where(shards.index == 0, bias, 0)

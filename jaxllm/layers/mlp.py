@@ -1,7 +1,6 @@
 """The feed-forward layer."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,20 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Activation
 from pallas_kernels.quantize import Quantized, Sums, scaled, silu_up_quantize
 
+
+def gelu(x: Array) -> Array:
+    """x times the probability that a normal number is below it, in float32 and returned in the type of x, as PyTorch has it. Source:
+    arXiv:1606.08415.
+
+    By erf: `jax.nn.gelu` takes erfc, whose arithmetic takes a GPU three times as long as reading and writing x.
+    """
+    wide = x.astype(jnp.float32)
+    return (0.5 * wide * (1 + jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,7 @@ from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.linear import Linear
+from jaxllm.layers.mlp import gelu
 from jaxllm.layers.norm import Normalization
 from jaxllm.layers.source import Module
 from jaxllm.model_parts import Norm
@@ -33,6 +35,20 @@ def test_bias_has_the_dimensions_of_the_output():
     assert linear.bias.get_metadata("axes") == ("gate_up", "mlp")
     filled = with_values(linear, jnp.full((2, 5), 7.0), jnp.ones((3, 2, 5)))
     np.testing.assert_array_equal(filled(jnp.ones((1, 3))), np.full((1, 2, 5), 10.0))
+
+
+def test_a_flat_product_is_the_same_and_adds_the_bias_to_one_dimension():
+    names = "td,dcf->tcf", (3, 2, 5), ("embed", "gate_up", "mlp"), "float32"
+    values = np.random.default_rng(0).normal(size=(10,)).reshape(2, 5), np.random.default_rng(1).normal(size=(3, 2, 5))
+    plain, flat = (
+        with_values(Linear(*names, modules=[Module("linear", (2, 5))], bias=True, flat=flat), *values) for flat in (False, True)
+    )
+    x = jnp.arange(12.0).reshape(4, 3)
+    np.testing.assert_allclose(flat(x), plain(x), rtol=1e-6)
+    second = SimpleNamespace(size=2, index=1)
+    np.testing.assert_allclose(flat(x, second), plain(x, second), rtol=1e-6)
+    lowered = jax.jit(lambda x: flat(x)).lower(x).as_text()
+    assert [line.split(" : ")[1] for line in lowered.splitlines() if "stablehlo.add" in line] == ["tensor<4x10xf32>"]
 
 
 def test_weights_of_a_wider_type_are_used_in_the_type_of_the_input():
@@ -102,3 +118,13 @@ def test_given_embeddings_of_a_run_are_those_of_its_tokens_and_added_by_one_devi
     for index, row in ((0, [6, 7]), (1, [0, 0])):
         step.shards = SimpleNamespace(size=2, index=index)
         np.testing.assert_array_equal(step.with_given(part_TD, 2), [[9, 9], row])
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 3e-7), ("bfloat16", 2.0**-8)])
+def test_gelu_is_that_of_float64(dtype, tolerance):
+    x = jnp.concatenate([jnp.linspace(-12, 12, 4001), jnp.array([-1e4, 1e4])]).astype(dtype)
+    wide = np.float64(x)
+    expected = wide * 0.5 * np.array([math.erfc(-value / math.sqrt(2)) for value in wide])
+    found = gelu(x)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(np.float64(found), expected, rtol=tolerance, atol=1e-6)
