@@ -141,8 +141,8 @@ def reschedule(core: EngineCore, *, num_blocks: int | None = None, max_in_flight
 
 def poison(core: EngineCore) -> None:
     """Fill the cache, states included, with NaN: nothing may be read before it is written."""
-    caches = core.runner.caches
-    core.runner.caches = tuple(jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding) for x in caches)
+    for runner in getattr(core.runner, "stages", [core.runner]):
+        runner.caches = tuple(jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding) for x in runner.caches)
 
 
 def all_rows(core: EngineCore) -> list[Rows]:

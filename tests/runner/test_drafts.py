@@ -49,14 +49,22 @@ MIXED = columns(
 )
 
 
-def check_slots(places: Places, step: np.ndarray, first_tokens: list[int]) -> None:
-    """Each real token of a row is where its position says, in both groups; shared positions and padding are not written."""
+def check_slots(places: Places, step: np.ndarray, first_tokens: list[int], width: int = 1) -> None:
+    """Each real token of a row is where its position says, in both groups; shared positions and padding are not written.
+
+    width: places of each row. Those behind its tokens are written as far as its last page reaches, which stands in place of later ones.
+    """
     places = jax.tree.map(np.asarray, places)
     is_real = np.zeros(len(places.position_T), bool)
+    is_kept = is_real.copy()
+    last_pages = np.maximum(step[:, Column.START] + step[:, Column.NUM_TOKENS] - 1, 0) // BLOCK_SIZE
     for index, (row, first) in enumerate(zip(step, first_tokens, strict=True)):
-        for offset in range(row[Column.NUM_TOKENS]):
+        for offset in range(max(row[Column.NUM_TOKENS], width if row[Column.NUM_TOKENS] else 0)):
             token, position = first + offset, row[Column.START] + offset
-            is_real[token] = True
+            is_real[token] = offset < row[Column.NUM_TOKENS]
+            is_kept[token] = position // BLOCK_SIZE <= last_pages[index]
+            if not is_kept[token]:
+                continue
             assert (places.owner_T[token], places.offset_T[token]) == (index, offset)
             assert (places.row_T[token], places.position_T[token]) == (row[Column.ROW], position)
             for group, table in enumerate(places.tables):
@@ -65,11 +73,11 @@ def check_slots(places: Places, step: np.ndarray, first_tokens: list[int]) -> No
                 assert table.slot_T[token] == slot
     np.testing.assert_array_equal(places.is_real_T, is_real)
     for group, table in enumerate(places.tables):
-        assert (table.slot_T[~is_real] == -1).all()
-        part = slice(group * MAX_BLOCKS, (group + 1) * MAX_BLOCKS)
-        np.testing.assert_array_equal(table.page_table_RB[:, :MAX_BLOCKS], TABLE[step[:, Column.ROW], part])
-        # Behind its end, where keys of tokens that are not real would lie, there is the null block.
-        assert not table.page_table_RB[:, MAX_BLOCKS:].any()
+        assert (table.slot_T[~is_kept] == -1).all()
+        index_RB = np.arange(group * MAX_BLOCKS, (group + 1) * MAX_BLOCKS)[None].repeat(len(step), axis=0)
+        if width > 1:  # a page for tokens behind the longest length too
+            index_RB = np.minimum(np.pad(index_RB, ((0, 0), (0, 1)), mode="edge"), group * MAX_BLOCKS + last_pages[:, None])
+        np.testing.assert_array_equal(table.page_table_RB, TABLE[step[:, Column.ROW][:, None], index_RB])
 
 
 def test_tokens_of_a_ragged_step_lie_one_after_the_other():
@@ -84,7 +92,7 @@ def test_tokens_of_a_decode_lie_at_multiples_of_its_width(width):
     step = DECODE.copy()
     step[:, Column.NUM_TOKENS] = np.minimum(step[:, Column.NUM_TOKENS], width)
     places = locate_decode(jnp.asarray(TABLE), jnp.asarray(step), width, CACHE)
-    check_slots(places, step, [index * width for index in range(len(step))])
+    check_slots(places, step, [index * width for index in range(len(step))], width)
     assert places.num_queries == width
     # Attention counts the last of `width` queries back from here, so that the first of them, which are real, see what they may.
     assert places.kv_length_R.tolist() == [9 + width, 14 + width, 30 + width, 7 + width, 0]
