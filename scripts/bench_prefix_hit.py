@@ -56,7 +56,9 @@ def report(args: argparse.Namespace, rounds: list[list[float]], found: list[int]
     print(f"{args.model.name} on {jax.devices()[0].device_kind}, first token of {args.prompt} tokens, {len(rounds)} rounds:")
     for place, name in enumerate(TIMES):
         shares = " / ".join(f"{100 * times[place] / times[0]:.1f} %" for times in (best, middle))
-        print(f"{name}: fastest {best[place]:.2f} ms, median {middle[place]:.2f} ({shares} of new), {found[place]} tokens found")
+        print(
+            f"{name}: fastest {best[place]:.2f} ms, median {middle[place]:.2f} ({shares} of new), {found[place]} tokens found"
+        )
     print(f"first tokens equal in {num_equal} of {len(rounds)} rounds", flush=True)
 
 
