@@ -55,7 +55,11 @@ MANY_SIZES = (
     *(ManySizes(3, 128, parts, 4) for parts in (1, 2)),
     ManySizes(2, 256, 1, 4),
 )
-"""To try."""
+HEAD_SIZES = (
+    *(FewSizes(2, 1, 2), FewSizes(3, 1, 2)),
+    *(ManySizes(4, 64, 1, 6), ManySizes(3, 64, 1, 7), ManySizes(2, 64, 1, 9), ManySizes(2, 128, 1, 6), ManySizes(3, 128, 1, 4)),
+)
+"""To try; of more rows than `FEW_ROWS` of the head."""
 TOY = Shapes("int4", 72, 128, 32, dtype="float32")
 
 
@@ -102,10 +106,9 @@ def check_cases(tiny: bool) -> list[Case]:
     found += [
         _sums(_of_size(shapes, sizes), rows) for shapes in (INT4, INT4_ZEROS, FP8) for sizes in LLAMA_8B for rows in (8, 16)
     ]
-    # Heads, of which devices may have a part, and one that tiles do not divide.
-    heads = ((HEAD.num_outputs, 4096), (HEAD.num_outputs // 8, 4096), (32000 // 64 * 64 + 40, 2880))
-    found += [_case(_of_size(HEAD, sizes), rows) for sizes in heads for rows in (1, 8, 33, 64, 256)]
-    return found
+    # A head, one device's part of it, and one that tiles do not divide.
+    found += [_case(HEAD, num_rows) for num_rows in (1, 8, 64, 256)]
+    return found + [_case(_of_size(HEAD, sizes), rows) for sizes in ((16032, 4096), (32040, 2880)) for rows in (7, 33, 257)]
 
 
 def _of_size(shapes: Shapes, sizes: tuple[int, int]) -> Shapes:
@@ -235,23 +238,17 @@ def _feed(x_TK: jax.Array, result_TN: jax.Array) -> jax.Array:
 
 def _tuned(shapes: Shapes, num_rows: int) -> dict[str, Callable[..., Any]]:
     """The kernels with other sizes, and the one for few rows with more of them."""
-    calls: list[Callable[..., Any]] = []
     if num_rows <= FEW_ROWS:
-        calls += [
-            functools.partial(few.product, dtype=shapes.result, sizes=sizes) for sizes in FEW_SIZES[bits_of(shapes.number)]
-        ]
+        tried: tuple[FewSizes | ManySizes, ...] = FEW_SIZES[bits_of(shapes.number)]
     else:
-        calls += [
-            functools.partial(many.product, dtype=shapes.result, sizes=sizes)
-            for sizes in MANY_SIZES
-            if sizes.tile_rows <= num_rows and _fits(sizes, shapes)
-        ]
+        tried = HEAD_SIZES if shapes.result else MANY_SIZES
+    calls = [_with_sizes(sizes, shapes) for sizes in tried if not isinstance(sizes, ManySizes) or sizes.tile_rows <= num_rows]
     return {f"mosaic {_sizes_of(call)}": jax.jit(call) for call in calls}
 
 
-def _fits(sizes: ManySizes, shapes: Shapes) -> bool:
-    """Whether results in float32 leave room in shared memory."""
-    return shapes.result != "float32" or sizes.tile_rows * sizes.num_consumers * sizes.num_parts <= 256
+def _with_sizes(sizes: FewSizes | ManySizes, shapes: Shapes) -> functools.partial[Any]:
+    kernel: Any = few if isinstance(sizes, FewSizes) else many
+    return functools.partial(kernel.product, dtype=shapes.result, sizes=sizes)
 
 
 def _sizes_of(call: Any) -> str:
