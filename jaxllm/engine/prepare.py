@@ -203,8 +203,8 @@ def tell_of_widened_weights(models: Sequence[nnx.Module], dtype: str) -> None:
     the head is."""
     if any(Widened.of(model).head for model in models):
         logger.warning(
-            "each step widens the head, because no kernel is chosen that multiplies its 8 bits, which takes longer than a head in %s: leave "
-            "--quantize-lm-head out, or start on a Hopper GPU in bfloat16 with --attention-implementation mosaic, which checks kernels",
+            "each step widens the head, because no kernel is chosen that multiplies its 8 bits, longer than one in %s takes: leave "
+            "--quantize-lm-head out, or on a Hopper GPU start in bfloat16 with --attention-implementation mosaic, which checks kernels",
             dtype,
         )
     if any(weight.format.widens_each for model in models for weight in weights(model)):

@@ -69,8 +69,8 @@ def load_model_config(
     dtype = _dtype(reader, dtype, on_gpu)
     stored_dtype = _stored_dtype(raw) if _stored_dtype(raw) in DTYPES else dtype
     plain, mixtures = config.names.unquantized, config.mixtures
-    of_head = {"quantize_lm_head": quantize_lm_head, "lm_head": config.names.head}
-    asked = Options(quantization, dequantize, on_gpu, dtype, plain, stored_dtype=stored_dtype, mixtures=mixtures, **of_head)
+    asked = Options(quantization, dequantize, on_gpu, dtype, plain, stored_dtype=stored_dtype, mixtures=mixtures)
+    asked = asked._replace(quantize_lm_head=quantize_lm_head, lm_head=config.names.head)
     formats = read_formats(_named(raw.get("quantization_config"), config.names), asked, reader.faults)
     for format in formats:
         reader.faults.extend(format.faults(dataclasses.replace(config, generates=generates)))

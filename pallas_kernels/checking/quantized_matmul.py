@@ -60,7 +60,13 @@ class Shapes:
 
     def __str__(self) -> str:
         of = f"g{self.group}" if self.group else "by output"
-        notes = [of, self.scale_type, *["zeros"] * self.has_zeros, *["factor"] * self.has_factor, *[f"to {self.result}"] * (self.result is not None)]
+        notes = [
+            of,
+            self.scale_type,
+            *["zeros"] * self.has_zeros,
+            *["factor"] * self.has_factor,
+            *[f"to {self.result}"] * (self.result is not None),
+        ]
         return f"{self.number} {self.num_outputs}x{self.num_inputs} {' '.join(notes)}"
 
 

@@ -70,8 +70,8 @@ def product(
 ) -> jax.Array:
     """x @ weight.T, [T, N].
 
-    x may have fewer inputs than the padded weight. dtype: of the result, float32 or that of x; None: that of x. implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default
-    backend. interpret: run a Pallas kernel as plain JAX, on any platform.
+    x may have fewer inputs than the padded weight. dtype: float32 or that of x, which is the default. implementation: a key of
+    IMPLEMENTATIONS, or None for `choose` on the default backend. interpret: run a Pallas kernel as plain JAX, on any platform.
     Raises ValueError for shapes that do not fit together and for what the implementation does not take.
     """
     missing = weight.num_inputs - x_TK.shape[1]

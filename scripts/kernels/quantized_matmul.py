@@ -73,7 +73,10 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
         found += [_case(_of_size(INT4, sizes), num_rows, tune=tune) for num_rows in (8, 16, 64, 256, 8192)]
         found += [_case(_of_size(FP8, sizes), num_rows, tune=tune) for num_rows in (8, 16)]
     for num_rows in (8, 64, 256):
-        found += [_dense_case((HEAD.num_outputs, HEAD.num_inputs), num_rows, result="float32"), _case(HEAD, num_rows, tune=tune)]
+        found += [
+            _dense_case((HEAD.num_outputs, HEAD.num_inputs), num_rows, result="float32"),
+            _case(HEAD, num_rows, tune=tune),
+        ]
     return found + [
         _case(_of_size(shapes, GATE_UP), num_rows, tune=tune)
         for shapes in FORMATS
