@@ -316,7 +316,8 @@ def estimate_work_bytes(
     itemsize = jnp.dtype(model.dtype).itemsize
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
     per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
-    widened = widened or Widened(*(model.widens_in_products,) * 3)
+    has_head = any(format.of_head for format in model.formats)
+    widened = widened or Widened(*(model.widens_in_products,) * 2, has_head)
     widened_bytes = 0  # of weights of a layer, which a step with many tokens computes so
     if widened.linears:  # two at a time: XLA may begin with one while another is computed with
         widened_bytes = 2 * widest * model.hidden_size * itemsize // size
