@@ -1,5 +1,6 @@
 """A head that becomes int8 while it is loaded."""
 
+import json
 import shutil
 from functools import partial
 
@@ -155,3 +156,25 @@ def test_an_engine_of_two_devices_with_drafts_and_adapters_that_sleeps(tmp_path,
             expected = np.asarray(jax.nn.log_softmax(logits, -1))[np.arange(len(found)), [*PROMPT[1:], *tokens]]
             np.testing.assert_allclose(found, expected, atol=1e-4)
     llm.shutdown()
+
+
+@pytest.mark.slow
+def test_devices_share_the_tokens_of_a_vocabulary_that_they_do_not_divide(tmp_path, model):
+    """As stored: rows that pad the vocabulary have scale 0."""
+    codes = model[1]["head"]["weight"]["codes"][...]
+    two = load(SOURCE, quantize_lm_head="int8", tensor_parallel_size=2)
+    np.testing.assert_array_equal(two[1]["head"]["weight"]["codes"][...], codes)
+    np.testing.assert_allclose(goldens.logits(*two, PROMPT), goldens.logits(*model, PROMPT), atol=1e-5)
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    checkpoint = safetensors.Checkpoint(SOURCE)
+    tensors = {name: np.asarray(checkpoint.tensor(name), np.float32) for name in checkpoint.entries}
+    cut = {name: array[:121] if len(array) == 128 and "layers" not in name else array for name, array in tensors.items()}
+    write_safetensors(folder / "model.safetensors", cut)
+    config = json.loads((SOURCE / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 121}))
+    two = load(folder, quantize_lm_head="int8", tensor_parallel_size=2)
+    assert two[1]["head"]["weight"]["codes"][...].shape == (128, 64)
+    logits = goldens.logits(*two, PROMPT)
+    np.testing.assert_allclose(logits[:, :121], goldens.logits(*model, PROMPT)[:, :121], atol=1e-5)
+    assert np.isneginf(logits[:, 121:]).all()
