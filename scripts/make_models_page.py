@@ -100,8 +100,8 @@ that was calibrated (`RedHatAI/*-w4a16`) answers better than `int4`.
 Measured on a CPU in float32 (`scripts/evaluate_demo_model.py --direct --windows 16 --quantization int4`).
 `scripts/convert_checkpoint.py --quantization int4` rounds once, in the form of compressed-tensors.
 
-`--quantize-lm-head int8` makes the weight of the head 8-bit integers while it loads, with a scale for each token, beside
-layers in any format; logits stay float32. A step with few rows waits for reading weights, and with layers in 4 bits the
+`--quantize-lm-head int8` makes the weight of the head 8-bit integers while it loads, with a scale for each token;
+layers may be in any format. Logits stay float32. A step with few rows waits for reading weights, and with layers in 4 bits the
 head is the largest: of Llama-3.1-8B 1.05 of 5.7 GB, and 0.53 with this option. Of the demo model with a copy of its
 embedding as head, bits per byte are 1.1190 instead of 1.1191, with int4 1.1266 instead of 1.1267. Tied heads are
 refused, because their weights are those of the embedding. A head that a checkpoint has in 4 or 8 bits is widened and

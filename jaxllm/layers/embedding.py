@@ -81,7 +81,7 @@ class Embedding(nnx.Module):
         return jnp.where(id_V < self.vocab_size, logits_TV, -jnp.inf)
 
     def _products(self, hidden_TD: Array) -> Array:
-        """Of hidden states with this device's rows."""
+        """Multiply hidden states by this device's rows: float32 [T, V]."""
         if isinstance(self.weight, PackedWeight):
             return self.weight.logits(hidden_TD, self.multiply)
         weight_VD = self.weight[...].astype(hidden_TD.dtype)

@@ -43,7 +43,7 @@ FORMATS = (INT4, INT4_ZEROS, FP8, INT8, UINT8, NVFP4, MXFP4, NF4)
 QKV, OUT, GATE_UP, DOWN = LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """Outputs and inputs of Llama-3.1-8B's products."""
 HEAD = Shapes("uint8b128", 128256, 4096, None, "float32", result="float32")
-"""Of its head, in 8 bits."""
+"""Its head in 8 bits."""
 FEW_SIZES = {
     4: (FewSizes(4, 1, 3), FewSizes(4, 1, 5), FewSizes(2, 2, 6), FewSizes(2, 4, 4), FewSizes(2, 4, 6), FewSizes(3, 4, 4)),
     8: (FewSizes(4, 1, 2), FewSizes(2, 2, 3), FewSizes(2, 4, 3), FewSizes(3, 4, 2)),
