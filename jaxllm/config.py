@@ -24,7 +24,7 @@ from jaxllm.kv_offloading_options import kv_offloading_faults
 from jaxllm.kv_transfer_options import KVTransferOptions, kv_transfer_faults
 from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
 from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults
-from jaxllm.quantization_options import ONLINE, WIDENED, Quantization
+from jaxllm.quantization_options import ONLINE, WIDENED, HeadQuantization, Quantization
 
 SchedulingPolicy = Literal["auto", "fcfs", "fair", "priority"]
 SERVED_QUEUED_REQS = 10_000
@@ -59,6 +59,11 @@ class ModelOptions:
     quantization: Annotated[
         Quantization | None,
         f"{'; '.join(f'{name}: {text}' for name, text in ONLINE.items())}; default: as the checkpoint says",
+    ] = None
+    quantize_lm_head: Annotated[
+        HeadQuantization | None,
+        "int8: the weight of an untied head becomes 8-bit integers while it is loaded, each token with a scale; logits stay float32; "
+        "default: it keeps the model's type",
     ] = None
     dequantize: Annotated[
         bool | None,

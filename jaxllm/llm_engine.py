@@ -149,6 +149,7 @@ def check_model(config: EngineConfig) -> None:
         directory,
         overrides=options.hf_overrides,
         dtype=options.dtype,
+        quantize_lm_head=options.quantize_lm_head,
         runner=options.runner,
         pooler_config=options.pooler_config,
         model_class=options.model_class,

@@ -34,6 +34,7 @@ FORMATS = (
             "checkpoints that were calibrated answer better",
         },
     ),
+    Registered(path="jaxllm.quantization.formats.rounded_head:RoundedHead"),
     Registered(
         path="jaxllm.quantization.formats.compressed_tensors:CompressedTensors",
         widened=_PACKED,
@@ -95,6 +96,9 @@ if TYPE_CHECKING:
 else:
     Quantization = Literal[tuple(ONLINE)]
     """A value of --quantization."""
+
+HeadQuantization = Literal["int8"]
+"""A value of --quantize-lm-head."""
 
 QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files beside config.json that say how weights are quantised where it does not, and the quant_method of those that name none: of

@@ -16,7 +16,7 @@ Array = Any
 """Of JAX, which this module does not import."""
 Arrays = Mapping[str, Array]
 """Arrays of a weight, by part."""
-Multiply = Callable[[Array, Any], Array]
+Multiply = Callable[..., Array]
 """Products with weights in tiles: `pallas_kernels.quantized_matmul.product`."""
 Init = Literal["normal", "zeros", "ones"]
 """How a parameter without a checkpoint begins; normal: as its format says."""
@@ -41,6 +41,9 @@ class Options(NamedTuple):
     """The type of the checkpoint's plain numbers, as its config.json says."""
     mixtures: tuple["MoE", ...] = ()
     """The model's mixtures of experts."""
+    quantize_lm_head: str | None = None
+    lm_head: str = ""
+    """The checkpoint's module of the head."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ class WeightFormat:
     """Whether `--dequantize` decides how it is loaded."""
     has_own_kernels: ClassVar[bool] = False
     """Whether other kernels than those of tiles multiply its weights as stored, so that these are in tiles only where that is asked for."""
+    of_head: ClassVar[bool] = False
+    """Whether the head may be in it (`logits`); a head is in no other format."""
     unused: ClassVar[str] = r"\b\B"
     """A pattern of tensors that a checkpoint of this format may hold and that are not read."""
     unused_zeros: ClassVar[str] = r"\b\B"
@@ -259,6 +264,10 @@ class WeightFormat:
 
     def sums(self, arrays: Arrays, x: Any) -> Any:
         """`Sums` of a linear layer with x, which is `Quantized` (`pallas_kernels.quantize`), in a format that quantises inputs."""
+        raise NotImplementedError
+
+    def logits(self, arrays: Arrays, x: Array, multiply: Multiply) -> Array:
+        """Multiply x by a head's weight: [T, D] to float32 [T, V], in a format `of_head`. multiply: as `product` takes it."""
         raise NotImplementedError
 
     def operand(self, arrays: Arrays) -> Any:

@@ -250,6 +250,7 @@ def _shapes_of_tiles(format: PackedFormat, dtype: str) -> quantized_matmul.Shape
         has_zeros=scheme.zeros,
         has_factor=scheme.factor,
         dtype=dtype,
+        result="float32" if format.of_head else None,
     )
 
 

@@ -114,7 +114,7 @@ class Prepared(RunnerParts):
             )
 
         if starts and not on_cpu:
-            tell_of_widened_experts([stage.model for stage in stages], model_config.dtype)
+            tell_of_widened_weights([stage.model for stage in stages], model_config.dtype)
 
         parts = RunnerParts(
             config=config,
@@ -198,8 +198,15 @@ def _store_of(features: Features, parts: RunnerParts, stage: Stage, mesh: Mesh) 
     return None
 
 
-def tell_of_widened_experts(models: Sequence[nnx.Module], dtype: str) -> None:
-    """Log if products on a GPU widen the weights of experts in each step: of those that tokens choose, or of all, which is a warning."""
+def tell_of_widened_weights(models: Sequence[nnx.Module], dtype: str) -> None:
+    """Log if products on a GPU widen the weights of experts in each step: of those that tokens choose, or of all, which is a warning, as
+    the head is."""
+    if any(Widened.of(model).head for model in models):
+        logger.warning(
+            "each step widens the head, because no kernel is chosen that multiplies its 8 bits, longer than one in %s takes: leave "
+            "--quantize-lm-head out, or on a Hopper GPU start in bfloat16 with --attention-implementation mosaic, which checks kernels",
+            dtype,
+        )
     if any(weight.format.widens_each for model in models for weight in weights(model)):
         logger.info("no kernel multiplies experts without a gate as they are stored: a step widens each that a token chooses")
     if any(Widened.of(model).experts for model in models):

@@ -24,6 +24,8 @@ def build_model(config: ModelConfig, layers: range | None = None) -> CausalLM:
     given = () if layers is None else (layers,)
     model: CausalLM = getattr(importlib.import_module(module), name)(config, *given)
     take_formats(config, model.blocks)
+    if model.head is not None:
+        model.head.take_formats(config.formats)
     return model
 
 
@@ -51,16 +53,18 @@ def take_formats(config: ModelConfig, blocks: nnx.Module) -> None:
 
 
 class Widened(NamedTuple):
-    """Whether products make some weights whole in the model's type first: of linear layers, and of experts."""
+    """Whether products make some weights whole in the model's type first: of linear layers, of experts, and of the head."""
 
     linears: bool
     experts: bool
+    head: bool = False
 
     @classmethod
     def of(cls, model: nnx.Module) -> "Widened":
         """Read it from the formats of a model's weights. Weights in tiles do not count: kernels multiply them as they are."""
-        found = {_is_of_experts(weight) for weight in weights(model) if weight.format.widens_in_products}
-        return cls(False in found, True in found)
+        widened = [weight for weight in weights(model) if weight.format.widens_in_products]
+        found = {_is_of_experts(weight) for weight in widened if not weight.format.of_head}
+        return cls(False in found, True in found, any(weight.format.of_head for weight in widened))
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -18,7 +18,7 @@ from pallas_kernels import quantized_matmul
 from pallas_kernels.quantize import Quantized, Sums
 
 # Traced and lowered once for all layers of a program.
-multiply_tiles = jax.jit(quantized_matmul.product, static_argnames=("implementation", "interpret"))
+multiply_tiles = jax.jit(quantized_matmul.product, static_argnames=("dtype", "implementation", "interpret"))
 PLAINLY: Multiply = partial(multiply_tiles, implementation="xla")
 
 
@@ -64,6 +64,10 @@ class PackedWeight(nnx.Module):
     def sums(self, x: Quantized) -> Sums:
         """As `WeightFormat.sums`."""
         return self.format.sums(self._arrays(), x)  # type: ignore[no-any-return]
+
+    def logits(self, x: Array, multiply: Multiply) -> Array:
+        """As `WeightFormat.logits`."""
+        return self.format.logits(self._arrays(), x, multiply)
 
     def __getitem__(self, index: object) -> Any:
         """The weight of experts, indexed as a parameter: `weight[...]`."""

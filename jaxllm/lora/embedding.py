@@ -15,7 +15,7 @@ class EmbeddingTarget(nnx.Module):
 
     def __init__(self, name: str, embedding: Embedding, num_slots: int, rank: int, dtype: str):
         self.name = name
-        (V, D), stored = embedding.weight.shape, embedding.vocab_size
+        (V, D), stored = embedding.shape, embedding.vocab_size
         lora_a = Tensor(f"{name}.lora_A.weight", (rank, stored), (stored, rank), transposed=True)
         lora_b = Tensor(f"{name}.lora_B.weight", (D, rank), (D, rank))
         self.down = abstract_param((num_slots, V, rank), ("slot", "vocab", "rank"), dtype, source=Source((lora_a,), 0, (0, 1)))

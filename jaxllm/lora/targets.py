@@ -60,9 +60,18 @@ class Target(nnx.Module):
 class ScoresTarget(Target):
     """The adapters in all slots of float32 scores by a module with a weight [outputs, inputs]: logits, or those of a router."""
 
-    def __init__(self, name: str, weight: nnx.Variable, shape: TargetShape, num_slots: int, rank: int, dtype: str):
-        """shape: as stored, without padding."""
-        (N, D), axes = weight.shape, axes_of(weight)
+    def __init__(
+        self,
+        name: str,
+        whole: tuple[int, ...],
+        axes: Sequence[str],
+        shape: TargetShape,
+        num_slots: int,
+        rank: int,
+        dtype: str,
+    ):
+        """whole, axes: shape of the weight and its logical axes. shape: as stored, without padding."""
+        N, D = whole
         lora_a = Tensor(f"{name}.lora_A.weight", (rank, D), (rank, D))
         lora_b = Tensor(f"{name}.lora_B.weight", (shape.outputs, rank), (shape.outputs, rank))
         down = abstract_param((num_slots, rank, D), ("slot", "rank", axes[1]), dtype, source=Source((lora_a,), 0, (0, 1)))
@@ -121,9 +130,9 @@ def _adaptable(part: nnx.Module) -> Iterator[Adaptable]:
     if isinstance(part, MixtureOfExperts):
         if part.part.has_kernels:
             yield Adaptable(part.name, modules_of(part), partial(ExpertsTarget, part))
-        yield _of_scores(part.router_name, part.router)
+        yield _of_scores(part.router_name, part.router.shape, axes_of(part.router))
         if part.shared_gate is not None:
-            yield _of_scores(part.shared_gate_name, part.shared_gate)
+            yield _of_scores(part.shared_gate_name, part.shared_gate.shape, axes_of(part.shared_gate))
     if isinstance(part, CausalLM):
         names, config = part.config.names, part.config
         if part.layers.start == 0:
@@ -135,14 +144,16 @@ def _adaptable(part: nnx.Module) -> Iterator[Adaptable]:
                 is_optional=True,
             )
         if config.generates and part.layers.stop == config.num_layers:
-            weight = (part.embedding if part.head is None else part.head).weight
-            yield _of_scores(names.head, weight, config.vocab_size, is_optional=True)
+            head = part.embedding if part.head is None else part.head
+            yield _of_scores(names.head, head.shape, head.axes, config.vocab_size, is_optional=True)
 
 
-def _of_scores(name: str, weight: nnx.Variable, num_outputs: int | None = None, *, is_optional: bool = False) -> Adaptable:
-    N, D = weight.shape
+def _of_scores(
+    name: str, whole: tuple[int, ...], axes: Sequence[str], num_outputs: int | None = None, *, is_optional: bool = False
+) -> Adaptable:
+    N, D = whole
     shape = TargetShape(D, N if num_outputs is None else num_outputs)
-    return Adaptable(name, {name: shape}, partial(ScoresTarget, name, weight, shape), is_optional)
+    return Adaptable(name, {name: shape}, partial(ScoresTarget, name, whole, axes, shape), is_optional)
 
 
 def _modules_of(linear: Linear) -> dict[str, TargetShape]:

@@ -30,6 +30,7 @@ def load_model_config(
     dtype: str = "auto",
     on_gpu: bool = False,
     quantization: str | None = None,
+    quantize_lm_head: str | None = None,
     dequantize: bool | None = None,
     kv_cache_dtype: str = "auto",
     runner: str = "auto",
@@ -43,6 +44,7 @@ def load_model_config(
 
     `overrides` is laid over the top level of config.json. dtype "auto" is the checkpoint's on a GPU and float32 on a CPU, where
     narrower types are emulated. quantization: the format that linear layers get while they are loaded; None: as the checkpoint says.
+    quantize_lm_head: the numbers that the head gets while it is loaded; None: as the checkpoint says.
     dequantize: widen the weights of formats that may be; None: where there is no kernel that computes from them.
     kv_cache_dtype "auto" is fp8 if the checkpoint says so, else dtype.
     runner: what the model is for; "auto" is pooling for a checkpoint without a head or with sentence-transformers' files, else
@@ -68,9 +70,10 @@ def load_model_config(
     stored_dtype = _stored_dtype(raw) if _stored_dtype(raw) in DTYPES else dtype
     plain, mixtures = config.names.unquantized, config.mixtures
     asked = Options(quantization, dequantize, on_gpu, dtype, plain, stored_dtype=stored_dtype, mixtures=mixtures)
+    asked = asked._replace(quantize_lm_head=quantize_lm_head, lm_head=config.names.head)
     formats = read_formats(_named(raw.get("quantization_config"), config.names), asked, reader.faults)
     for format in formats:
-        reader.faults.extend(format.faults(config))
+        reader.faults.extend(format.faults(dataclasses.replace(config, generates=generates)))
     eos_token_ids = _eos_token_ids(raw, directory, reader.faults)
     if reader.faults:
         raise _refused(directory, reader)

@@ -21,13 +21,19 @@ def widen(arrays: Arrays, scheme: Scheme, dtype: jax.typing.DTypeLike) -> Array:
     return numbers.widen(arrays, scheme, jnp).astype(dtype)
 
 
-def product(arrays: Arrays, scheme: Scheme, x: Array, shards: Shards = ONE_DEVICE) -> Array:
-    """[..., inputs] to [..., *outputs], in x's type; the sums are float32.
+def product(
+    arrays: Arrays,
+    scheme: Scheme,
+    x: Array,
+    shards: Shards = ONE_DEVICE,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Array:
+    """[..., inputs] to [..., *outputs], in this type, by default x's; the sums are float32.
 
     shards: what x and the inputs are split over; the result is then a part of the sum.
     """
     on_cpu, on_others = (functools.partial(function, scheme=scheme) for function in (cpu.product, _product))
-    return lax.platform_dependent(dict(arrays), x, cpu=on_cpu, default=on_others).astype(x.dtype)
+    return lax.platform_dependent(dict(arrays), x, cpu=on_cpu, default=on_others).astype(dtype or x.dtype)
 
 
 def _product(arrays: Arrays, x: Array, scheme: Scheme) -> Array:

@@ -133,9 +133,11 @@ def experts(arrays: Arrays, number: str) -> PackedExperts:
     return PackedExperts(_packed(arrays, number))
 
 
-def product(arrays: Arrays, number: str, x: Array, outputs: tuple[int, ...], multiply: Multiply) -> Array:
-    """[..., inputs] to [..., *outputs], in x's type; of inputs that devices split, a part of the sum."""
-    y = multiply(x.reshape(-1, x.shape[-1]), _packed(arrays, number))
+def product(
+    arrays: Arrays, number: str, x: Array, outputs: tuple[int, ...], multiply: Multiply, dtype: str | None = None
+) -> Array:
+    """[..., inputs] to [..., *outputs], in this type, by default x's; of inputs that devices split, a part of the sum."""
+    y = multiply(x.reshape(-1, x.shape[-1]), _packed(arrays, number), dtype=dtype)
     return y[:, : math.prod(outputs)].reshape(*x.shape[:-1], *outputs)
 
 

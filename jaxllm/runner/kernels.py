@@ -1,9 +1,12 @@
 """The implementation of each op in an engine's programs."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+from jaxllm.layers.linear import multiply_tiles
+from jaxllm.weight_format import Multiply
 from pallas_kernels import paged_attention, wide_attention
 
 OPS = (
@@ -52,7 +55,7 @@ class Kernels:
     segment_attention: str = ""
     """Between the patches of images, the positions of audio, or the tokens of an encoder's prompts."""
     quantized_matmul: str = "xla"
-    """Products with weights of linear layers in tiles."""
+    """Products with weights of linear layers and of the head in tiles."""
     interpret: bool = False
     """Run Pallas kernels as plain JAX: on a CPU."""
 
@@ -71,6 +74,11 @@ class Kernels:
     def of_encoder(self) -> dict[str, Any]:
         """The arguments of an encoder's attention."""
         return {"attention": self.segment_attention or "xla", "interpret": self.interpret}
+
+    @property
+    def multiply(self) -> Multiply:
+        """Products with weights in tiles."""
+        return partial(multiply_tiles, implementation=self.quantized_matmul, interpret=self.interpret)
 
     def by_op(self) -> dict[str, str]:
         """The names alone, of the ops that it runs."""

@@ -316,13 +316,16 @@ def estimate_work_bytes(
     itemsize = jnp.dtype(model.dtype).itemsize
     widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
     per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
-    widened = widened or Widened(*(model.widens_in_products,) * 2)
+    has_head = any(format.of_head for format in model.formats)
+    widened = widened or Widened(*(model.widens_in_products,) * 2, has_head)
     widened_bytes = 0  # of weights of a layer, which a step with many tokens computes so
     if widened.linears:  # two at a time: XLA may begin with one while another is computed with
         widened_bytes = 2 * widest * model.hidden_size * itemsize // size
     if model.mixtures and (model.has_packed_experts or widened.experts):
         values = max(3 * len(part.slots) * part.width for part in model.mixtures) * model.hidden_size
         widened_bytes = max(widened_bytes, values * itemsize // max(size, topology.expert))
+    if widened.head:
+        widened_bytes = max(widened_bytes, model.padded_vocab_size * model.hidden_size * itemsize // size)
     max_rows = scheduler.max_num_seqs
     sampling = 6 * 4 * max(max_rows, min(max_rows, policy.max_draft_rows) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout, LayerPlace
 from jaxllm.kernel_policy import ALIKE, KernelPolicy
-from jaxllm.layers.linear import multiply_tiles
 from jaxllm.layers.row_states import Spans, StateRows
 from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta, state_space
 from jaxllm.parallel.exchange import RankExchange
@@ -237,7 +236,7 @@ def make_step(
         states=context,
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
         state_space=partial(state_space, implementation=kernels.state_space, interpret=kernels.interpret),
-        multiply=partial(multiply_tiles, implementation=kernels.quantized_matmul, interpret=kernels.interpret),
+        multiply=kernels.multiply,
         entering_TD=entering_TD,
         exchange=exchange,
         call_layer=SharedLayers(context) if share_layers else call_layer,

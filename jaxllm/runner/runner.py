@@ -56,7 +56,7 @@ from jaxllm.runner.step import StepFunctions
 from jaxllm.runner.step_feature import FeatureParts, WeightsPart
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.runner.token_split import TokenSplit
-from jaxllm.runner.weights import Weights, WeightsSource
+from jaxllm.runner.weights import Weights, WeightsSource, merge_for
 from jaxllm.runner.weights_holder import WeightsHolder
 from jaxllm.scheduler_output import SchedulerOutput
 from jaxllm.start_times import StartTimes
@@ -208,7 +208,7 @@ class ModelRunner(WeightsHolder, PlanRunner):
             token_split=token_split,
         )
         return StepFunctions(
-            merge=merges[0],
+            merge=partial(merge_for, kernels, merges[0]),
             shards=make_shards(source.mesh, policy),
             cache=plan.cache,
             max_rows=max_rows,

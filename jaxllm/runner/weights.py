@@ -17,6 +17,7 @@ from jaxllm.layers.parameters import abstract_state
 from jaxllm.loaders.load import load_weights
 from jaxllm.model_config import ModelConfig
 from jaxllm.progress import Progress, bytes_loaded
+from jaxllm.runner.kernels import Kernels
 from jaxllm.runner.row_arrays import Params
 
 
@@ -135,6 +136,14 @@ class WeightsSource:
         jax.block_until_ready(weights)
         progress.finish()
         return weights
+
+
+def merge_for(kernels: Kernels, merge: Callable[[Params], CausalLM], params: Params) -> CausalLM:
+    """The model that `merge` makes of weights, whose head computes with these kernels."""
+    model = merge(params)
+    if model.head is not None:
+        model.head.multiply = kernels.multiply
+    return model
 
 
 def _merge(graphdef: Any, structure: Any, part: slice, params: Params) -> Any:

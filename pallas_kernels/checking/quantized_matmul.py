@@ -13,15 +13,15 @@ import numpy as np
 
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
-from pallas_kernels.quantized_matmul import DECODERS, TILE, Packed, decoder_of, pack, product
+from pallas_kernels.quantized_matmul import DECODERS, PLAIN, TILE, Packed, decoder_of, pack, product
 from pallas_kernels.quantized_matmul.decoders import NF4
 from pallas_kernels.quantized_matmul.packed import MIDDLES
 
 _UNIT = 2.0**-8
 """Largest relative rounding of bfloat16."""
 TOLERANCE_OF_SUMS = {True: 1e-6, False: 1e-5}
-"""Largest distance of results in float32 by the kernel for few rows, by whether it scales sums of groups. Tensor cores truncate where
-they add, more often in long sums."""
+"""Largest distance of results in float32 of kernels, of weights that bfloat16 holds exactly, by whether sums of groups are scaled. Tensor
+cores truncate where they add, more often in long sums."""
 _NUM_ROWS = (1, 13, 150)
 """One; a few; and so many that another kernel multiplies them. At an engine's start."""
 _MAX_OUTPUTS = 1 << 11
@@ -46,14 +46,27 @@ class Shapes:
     has_factor: bool = False
     dtype: str = "bfloat16"
     """Type of activations."""
+    result: str | None = None
+    """Type of results; None: that of activations."""
 
     @property
     def num_groups(self) -> int:
         return 1 if self.group is None else self.num_inputs // self.group
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether kernels round neither weights nor results."""
+        return self.result == "float32" and self.group is None and self.number != "nf4"
+
     def __str__(self) -> str:
         of = f"g{self.group}" if self.group else "by output"
-        notes = [of, self.scale_type, *["zeros"] * self.has_zeros, *["factor"] * self.has_factor]
+        notes = [
+            of,
+            self.scale_type,
+            *["zeros"] * self.has_zeros,
+            *["factor"] * self.has_factor,
+            *[f"to {self.result}"] * (self.result is not None),
+        ]
         return f"{self.number} {self.num_outputs}x{self.num_inputs} {' '.join(notes)}"
 
 
@@ -100,14 +113,14 @@ def bits_of(number: str) -> int:
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
     """A row, a few and many; the last ones are padding."""
     small = Shapes(**{**shapes.__dict__, "num_outputs": min(shapes.num_outputs, _MAX_OUTPUTS)})
-    call = functools.partial(product, implementation=implementation, interpret=interpret)
+    call = functools.partial(product, dtype=shapes.result, implementation=implementation, interpret=interpret)
     return [
         Case(
             f"{small}, {num_rows} rows",
             functools.partial(host_arrays, small, num_rows),
             {implementation: call},
             functools.partial(host_error, small),
-            tolerance(small),
+            TOLERANCE_OF_SUMS[False] if small.is_exact and implementation not in PLAIN else tolerance(small),
         )
         for num_rows in _NUM_ROWS
     ]

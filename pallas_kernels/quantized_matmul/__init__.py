@@ -3,7 +3,7 @@
 Shapes, common to all implementations:
     x_TK     [T, K] activations
     weight   `Packed`, made by `pack`: outputs and inputs padded to multiples of 64
-    result   [T, N] in the type of x, N the padded outputs; those of padding are 0
+    result   [T, N] in the type of x or in float32, N the padded outputs; those of padding are 0
 
 Products are accumulated in float32. Scales of groups, and the weight's values with them, may be rounded to bfloat16 before they are
 multiplied. A row's result depends on that row alone: rows of padding may hold anything.
@@ -60,11 +60,18 @@ PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
 
 
-def product(x_TK: jax.Array, weight: Packed, *, implementation: str | None = None, interpret: bool = False) -> jax.Array:
+def product(
+    x_TK: jax.Array,
+    weight: Packed,
+    *,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
     """x @ weight.T, [T, N].
 
-    x may have fewer inputs than the padded weight. implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default
-    backend. interpret: run a Pallas kernel as plain JAX, on any platform.
+    x may have fewer inputs than the padded weight. dtype: float32 or that of x, which is the default. implementation: a key of
+    IMPLEMENTATIONS, or None for `choose` on the default backend. interpret: run a Pallas kernel as plain JAX, on any platform.
     Raises ValueError for shapes that do not fit together and for what the implementation does not take.
     """
     missing = weight.num_inputs - x_TK.shape[1]
@@ -82,7 +89,7 @@ def product(x_TK: jax.Array, weight: Packed, *, implementation: str | None = Non
         raise ValueError(
             f"implementation {implementation!r} of quantized products does not take activations in {x_TK.dtype} here; use 'xla'"
         )
-    return module.product(jnp.pad(x_TK, ((0, 0), (0, missing))), weight, interpret=interpret)
+    return module.product(jnp.pad(x_TK, ((0, 0), (0, missing))), weight, dtype=dtype, interpret=interpret)
 
 
 def candidates(*, platform: str, dtype: DTypeLike, interpret: bool = False) -> tuple[str, ...]:

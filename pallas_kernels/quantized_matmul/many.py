@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels import _compat, row_copies
 from pallas_kernels.quantized_matmul import cta, result
@@ -64,18 +65,18 @@ def num_steps(weight: Packed, sizes: ManySizes) -> int:
     return pl.cdiv(weight.words.shape[1], sizes.num_parts * STEPS) * STEPS
 
 
-def pick_sizes(num_rows: int, weight: Packed, num_cores: int) -> ManySizes:
-    """The sizes that are estimated to be the fastest."""
+def pick_sizes(num_rows: int, weight: Packed, num_cores: int, itemsize: int = 2) -> ManySizes:
+    """The sizes that are estimated to be the fastest. itemsize: bytes of a result."""
 
     def cycles(sizes: ManySizes) -> float:
         num_turns = pl.cdiv(num_items(num_rows, weight.words.shape[0], sizes) * sizes.num_parts, num_cores)
         steps = num_steps(weight, sizes) * _cycles(sizes.num_consumers, sizes.tile_rows)
         return num_turns * (steps + _ITEM_CYCLES) + _PARTS_CYCLES * (sizes.num_parts > 1)
 
-    return min(_candidates(num_rows, weight, num_cores), key=cycles)
+    return min(_candidates(num_rows, weight, num_cores, itemsize), key=cycles)
 
 
-def _candidates(num_rows: int, weight: Packed, num_cores: int) -> Iterator[ManySizes]:
+def _candidates(num_rows: int, weight: Packed, num_cores: int, itemsize: int) -> Iterator[ManySizes]:
     """Equal tiles of rows, parts where there are cores for all, and as many stages as fit."""
     for num_consumers, max_tile_rows in MAX_TILE_ROWS.items():
         for num_tiles in range(pl.cdiv(num_rows, max_tile_rows), pl.cdiv(num_rows, _MIN_TILE_ROWS) + 1):
@@ -87,7 +88,7 @@ def _candidates(num_rows: int, weight: Packed, num_cores: int) -> Iterator[ManyS
                 most = num_cores if num_parts <= MAX_PAIRED else num_cores * 3 // 4
                 if num_parts > 1 and (num_ctas > most or num_steps(weight, sizes) < _MIN_STEPS):
                     break
-                room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, tile_rows, num_parts, 2)
+                room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, tile_rows, num_parts, itemsize)
                 num_stages = min(_MAX_STAGES, room // _stage_bytes(weight, num_consumers, tile_rows))
                 if num_stages >= _MIN_STAGES:
                     yield replace(sizes, num_stages=num_stages)
@@ -104,11 +105,14 @@ def _stage_bytes(weight: Packed, num_consumers: int, tile_rows: int) -> int:
     return 2 * tile_rows * TILE + num_consumers * (of_words + of_vectors)
 
 
-def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, interpret: Any = False) -> jax.Array:
-    """bfloat16 [T, N]: x @ weight.T, T a multiple of 8, K the inputs of the weight."""
+def product(
+    x_TK: jax.Array, weight: Packed, *, dtype: DTypeLike | None = None, sizes: ManySizes | None = None, interpret: Any = False
+) -> jax.Array:
+    """[T, N] in dtype, by default that of x: x @ weight.T, T a multiple of 8, K the inputs of the weight."""
+    dtype = jnp.dtype(dtype or x_TK.dtype)
     plgpu = _compat.mosaic()
     num_rows = x_TK.shape[0]
-    sizes = sizes or pick_sizes(num_rows, weight, _compat.num_cores())
+    sizes = sizes or pick_sizes(num_rows, weight, _compat.num_cores(), dtype.itemsize)
     num_consumers, num_parts = sizes.num_consumers, sizes.num_parts
     vectors = cta.vectors(weight)
     if x_TK.shape[1] == TILE:
@@ -130,7 +134,7 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
     scratch |= {
         f"{name}_smem": plgpu.SMEM((stages, groups, num_consumers * TILE), vector.dtype) for name, vector in vectors.items()
     }
-    of_result = result.scratch(num_consumers, sizes.tile_rows, num_parts, x_TK.dtype, bool(interpret))
+    of_result = result.scratch(num_consumers, sizes.tile_rows, num_parts, dtype, bool(interpret))
     scratch |= of_result
     if interpret:
         scratch["interpreted_smem"] = plgpu.SMEM((num_consumers, TILE, TILE), x_TK.dtype)
@@ -162,7 +166,7 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
 
     returned = plgpu.kernel(
         body,
-        out_type=result.type_of(num_rows, weight.num_outputs, num_parts, x_TK.dtype, bool(interpret)),
+        out_type=result.type_of(num_rows, weight.num_outputs, num_parts, dtype, bool(interpret)),
         scratch_types=list(scratch.values()),
         **result.axes(num_ctas, "cta", num_parts, bool(interpret)),
         num_threads=num_consumers + 1,
@@ -170,7 +174,7 @@ def product(x_TK: jax.Array, weight: Packed, *, sizes: ManySizes | None = None, 
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"),
     )(cta.words(weight), x_TK, *vectors.values(), *factors)
-    return result.finished(returned, weight.factor, x_TK.dtype)
+    return result.finished(returned, weight.factor, dtype)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def supports(*, platform: str, dtype: DTypeLike, interpret: bool = False) -> boo
     return (platform == "gpu" or interpret) and _compat.has_mosaic() and jnp.dtype(dtype) == jnp.bfloat16
 
 
-def product(x_TK: jax.Array, weight: Packed, *, interpret: Any = False) -> jax.Array:
+def product(x_TK: jax.Array, weight: Packed, *, dtype: DTypeLike | None = None, interpret: Any = False) -> jax.Array:
     num_rows = x_TK.shape[0]
     padded_TK = jnp.pad(x_TK, ((0, -num_rows % many.ALIGNMENT), (0, 0)))
     kernel = few if padded_TK.shape[0] <= FEW_ROWS else many
-    return kernel.product(padded_TK, weight, interpret=interpret)[:num_rows]
+    return kernel.product(padded_TK, weight, dtype=dtype, interpret=interpret)[:num_rows]

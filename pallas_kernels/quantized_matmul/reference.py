@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.quantized_matmul.packed import Packed, widened
 
@@ -10,6 +11,6 @@ def supports(**_: object) -> bool:
     return True
 
 
-def product(x_TK: jax.Array, weight: Packed, *, interpret: bool = False) -> jax.Array:
-    wide_TK = x_TK.astype(jnp.float32)
-    return jnp.matmul(wide_TK, widened(weight).T, precision=jax.lax.Precision.HIGHEST).astype(x_TK.dtype)
+def product(x_TK: jax.Array, weight: Packed, *, dtype: DTypeLike | None = None, interpret: bool = False) -> jax.Array:
+    sums_TN = jnp.matmul(x_TK.astype(jnp.float32), widened(weight).T, precision=jax.lax.Precision.HIGHEST)
+    return sums_TN.astype(dtype or x_TK.dtype)

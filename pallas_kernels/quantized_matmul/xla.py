@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.quantized_matmul.packed import Packed, widened
 
@@ -11,7 +12,7 @@ def supports(**_: object) -> bool:
     return True
 
 
-def product(x_TK: jax.Array, weight: Packed, *, interpret: bool = False) -> jax.Array:
+def product(x_TK: jax.Array, weight: Packed, *, dtype: DTypeLike | None = None, interpret: bool = False) -> jax.Array:
     weight_NK = widened(weight).astype(x_TK.dtype)
     sums_TN = lax.dot_general(x_TK, weight_NK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return sums_TN.astype(x_TK.dtype)
+    return sums_TN.astype(dtype or x_TK.dtype)

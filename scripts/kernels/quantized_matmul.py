@@ -22,7 +22,7 @@ from pallas_kernels.checking.quantized_matmul import (
     host_error,
     tolerance,
 )
-from pallas_kernels.quantized_matmul import DECODERS, GROUPS, candidates, few, many, product
+from pallas_kernels.quantized_matmul import DECODERS, GROUPS, PLAIN, candidates, few, many, product
 from pallas_kernels.quantized_matmul.few import SUMMED_GROUP, FewSizes
 from pallas_kernels.quantized_matmul.many import ManySizes
 from pallas_kernels.quantized_matmul.mosaic import FEW_ROWS
@@ -42,6 +42,8 @@ MXFP4 = Shapes("e2m1", 1, 1, 32, "uint8")
 FORMATS = (INT4, INT4_ZEROS, FP8, INT8, UINT8, NVFP4, MXFP4, NF4)
 QKV, OUT, GATE_UP, DOWN = LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """Outputs and inputs of Llama-3.1-8B's products."""
+HEAD = Shapes("uint8b128", 128256, 4096, None, "float32", result="float32")
+"""Its head in 8 bits."""
 FEW_SIZES = {
     4: (FewSizes(4, 1, 3), FewSizes(4, 1, 5), FewSizes(2, 2, 6), FewSizes(2, 4, 4), FewSizes(2, 4, 6), FewSizes(3, 4, 4)),
     8: (FewSizes(4, 1, 2), FewSizes(2, 2, 3), FewSizes(2, 4, 3), FewSizes(3, 4, 2)),
@@ -53,7 +55,11 @@ MANY_SIZES = (
     *(ManySizes(3, 128, parts, 4) for parts in (1, 2)),
     ManySizes(2, 256, 1, 4),
 )
-"""To try."""
+HEAD_SIZES = (
+    *(FewSizes(2, 1, 2), FewSizes(3, 1, 2)),
+    *(ManySizes(4, 64, 1, 6), ManySizes(3, 64, 1, 7), ManySizes(2, 64, 1, 9), ManySizes(2, 128, 1, 6), ManySizes(3, 128, 1, 4)),
+)
+"""To try; of more rows than `FEW_ROWS` of the head."""
 TOY = Shapes("int4", 72, 128, 32, dtype="float32")
 
 
@@ -66,6 +72,11 @@ def speed_cases(tiny: bool, tune: bool) -> list[Case]:
         found += [_dense_case(sizes, num_rows) for num_rows in (8, 64, 256, 8192)]
         found += [_case(_of_size(INT4, sizes), num_rows, tune=tune) for num_rows in (8, 16, 64, 256, 8192)]
         found += [_case(_of_size(FP8, sizes), num_rows, tune=tune) for num_rows in (8, 16)]
+    for num_rows in (8, 64, 256):
+        found += [
+            _dense_case((HEAD.num_outputs, HEAD.num_inputs), num_rows, result="float32"),
+            _case(HEAD, num_rows, tune=tune),
+        ]
     return found + [
         _case(_of_size(shapes, GATE_UP), num_rows, tune=tune)
         for shapes in FORMATS
@@ -98,7 +109,9 @@ def check_cases(tiny: bool) -> list[Case]:
     found += [
         _sums(_of_size(shapes, sizes), rows) for shapes in (INT4, INT4_ZEROS, FP8) for sizes in LLAMA_8B for rows in (8, 16)
     ]
-    return found
+    # A head, one device's part of it, and one that tiles do not divide.
+    found += [_case(HEAD, num_rows) for num_rows in (1, 8, 64, 256)]
+    return found + [_case(_of_size(HEAD, sizes), rows) for sizes in ((16032, 4096), (32040, 2880)) for rows in (7, 33, 257)]
 
 
 def _of_size(shapes: Shapes, sizes: tuple[int, int]) -> Shapes:
@@ -110,7 +123,8 @@ def _case(shapes: Shapes, num_rows: int, *, plain: bool = False, tune: bool = Fa
     names = candidates(platform=jax.default_backend(), dtype=shapes.dtype)
     names = names if plain else names[:1]
     # Calls of a program share what is traced and compiled.
-    variants: dict[str, Callable[..., Any]] = {name: jax.jit(functools.partial(product, implementation=name)) for name in names}
+    call = functools.partial(product, dtype=shapes.result)
+    variants: dict[str, Callable[..., Any]] = {name: jax.jit(functools.partial(call, implementation=name)) for name in names}
     if tune and "mosaic" in names:
         variants |= _tuned(shapes, num_rows)
     bits = bits_of(shapes.number)
@@ -120,7 +134,7 @@ def _case(shapes: Shapes, num_rows: int, *, plain: bool = False, tune: bool = Fa
         lambda: jax.device_put(host_arrays(shapes, num_rows)),
         variants,
         functools.partial(host_error, shapes),
-        tolerance(shapes),
+        TOLERANCE_OF_SUMS[False] if shapes.is_exact and names[0] not in PLAIN else tolerance(shapes),
         bytes=shapes.num_outputs * shapes.num_inputs * (bits + of_groups) / 8 + _bytes_of_rows(shapes, num_rows),
         flops=2.0 * num_rows * shapes.num_outputs * shapes.num_inputs,
         feed=_feed,
@@ -184,7 +198,7 @@ def _decoding(shapes: Shapes) -> Case:
     )
 
 
-def _dense_case(sizes: tuple[int, int], num_rows: int, dtype: str = "bfloat16") -> Case:
+def _dense_case(sizes: tuple[int, int], num_rows: int, dtype: str = "bfloat16", result: str | None = None) -> Case:
     N, K = sizes
 
     @jax.jit
@@ -193,16 +207,16 @@ def _dense_case(sizes: tuple[int, int], num_rows: int, dtype: str = "bfloat16") 
         return jax.random.normal(of_x, (num_rows, K), dtype), (jax.random.normal(of_weight, (N, K), dtype),)
 
     def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=result)
 
     def error(x: Any, constants: Any, got: Any) -> float:
         """Distance of the first row."""
         first, weight = (np.asarray(array).astype(np.float64) for array in (x[:1], constants[0]))
         return distance(np.asarray(got)[:1].astype(np.float64), first @ weight.T)
 
-    shapes = Shapes("int8", N, K, None, dtype=dtype)
+    shapes = Shapes("int8", N, K, None, dtype=dtype, result=result)
     return Case(
-        f"quantized, {dtype} {N}x{K}, {num_rows} rows",
+        f"quantized, {dtype} {N}x{K}{f' to {result}' if result else ''}, {num_rows} rows",
         draw,
         {"xla": dense},
         error,
@@ -214,7 +228,8 @@ def _dense_case(sizes: tuple[int, int], num_rows: int, dtype: str = "bfloat16") 
 
 
 def _bytes_of_rows(shapes: Shapes, num_rows: int) -> float:
-    return float(jnp.dtype(shapes.dtype).itemsize * num_rows * (shapes.num_outputs + shapes.num_inputs))
+    result = jnp.dtype(shapes.result or shapes.dtype).itemsize * shapes.num_outputs
+    return float(num_rows * (result + jnp.dtype(shapes.dtype).itemsize * shapes.num_inputs))
 
 
 def _feed(x_TK: jax.Array, result_TN: jax.Array) -> jax.Array:
@@ -226,12 +241,17 @@ def _feed(x_TK: jax.Array, result_TN: jax.Array) -> jax.Array:
 
 def _tuned(shapes: Shapes, num_rows: int) -> dict[str, Callable[..., Any]]:
     """The kernels with other sizes, and the one for few rows with more of them."""
-    calls: list[Callable[..., Any]] = []
     if num_rows <= FEW_ROWS:
-        calls += [functools.partial(few.product, sizes=sizes) for sizes in FEW_SIZES[bits_of(shapes.number)]]
+        tried: tuple[FewSizes | ManySizes, ...] = FEW_SIZES[bits_of(shapes.number)]
     else:
-        calls += [functools.partial(many.product, sizes=sizes) for sizes in MANY_SIZES if sizes.tile_rows <= num_rows]
+        tried = HEAD_SIZES if shapes.result else MANY_SIZES
+    calls = [_with_sizes(sizes, shapes) for sizes in tried if not isinstance(sizes, ManySizes) or sizes.tile_rows <= num_rows]
     return {f"mosaic {_sizes_of(call)}": jax.jit(call) for call in calls}
+
+
+def _with_sizes(sizes: FewSizes | ManySizes, shapes: Shapes) -> functools.partial[Any]:
+    kernel: Any = few if isinstance(sizes, FewSizes) else many
+    return functools.partial(kernel.product, dtype=shapes.result, sizes=sizes)
 
 
 def _sizes_of(call: Any) -> str:

@@ -190,7 +190,7 @@ def test_a_directory_that_is_no_artifact_is_an_error_before_anything_is_loaded()
 def test_experts_that_each_step_widens_are_told(caplog):
     config = load_model_config(goldens.FOLDER / "qwen3_moe", quantization="int8").for_tensor_parallel(1)
     for each, count in ((config.in_tiles(), 0), (config, 1)):
-        prepare.tell_of_widened_experts([build_model(each)], "bfloat16")
+        prepare.tell_of_widened_weights([build_model(each)], "bfloat16")
         assert sum("--dequantize if they fit into memory in bfloat16" in text for text in caplog.messages) == count
 
 

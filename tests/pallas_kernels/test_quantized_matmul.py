@@ -54,6 +54,7 @@ FORMATS = {
     "uint8b128 by output": Shapes("uint8b128", 64, 64, None),
     "nf4": Shapes("nf4", 64, 128, 64, "float32"),
     "fp8 by output": Shapes("e4m3", 129, 130, None, "float32"),
+    "int8 by output to float32": Shapes("uint8b128", 200, 192, None, "float32", result="float32"),
 }
 
 
@@ -154,11 +155,11 @@ def test_numbers_are_what_their_types_say():
 
 
 @pytest.mark.parametrize("implementation", PLAIN)
-@pytest.mark.parametrize("name", slow_except(["int4 by 32, zeros"], FORMATS))
+@pytest.mark.parametrize("name", slow_except(["int4 by 32, zeros", "int8 by output to float32"], FORMATS))
 def test_plain_products_against_numpy(name, implementation):
     x, (weight,) = host_arrays(FORMATS[name], 7)
-    got = product(jnp.asarray(x), weight, implementation=implementation)
-    assert got.shape == (7, weight.num_outputs) and got.dtype == x.dtype
+    got = product(jnp.asarray(x), weight, dtype=FORMATS[name].result, implementation=implementation)
+    assert got.shape == (7, weight.num_outputs) and got.dtype == (FORMATS[name].result or x.dtype)
     assert host_error(FORMATS[name], x, (weight,), got) <= tolerance(FORMATS[name])
 
 
@@ -241,8 +242,11 @@ def test_sizes_fit_into_shared_memory_and_what_cannot_is_refused():
             assert sizes.num_stages * stage < cta.SMEM_BYTES
             assert 1 <= sizes.num_stages <= steps
         for num_rows in (24, 64, 128, 264, 320, 8192):
-            tiles = many.pick_sizes(num_rows, weight, 132)
-            assert tiles.tile_rows % 8 == 0 and tiles.tile_rows <= min(256, num_rows) and tiles.num_stages >= 3
+            for itemsize in (2, 4):
+                tiles = many.pick_sizes(num_rows, weight, 132, itemsize)
+                assert tiles.tile_rows % 8 == 0 and tiles.tile_rows <= min(256, num_rows) and tiles.num_stages >= 3
+                result = itemsize * tiles.tile_rows * tiles.num_consumers * 64
+                assert tiles.num_parts > 1 or tiles.num_stages * 2 * tiles.tile_rows * 64 + result < cta.SMEM_BYTES
     with pytest.raises(ValueError, match="512 rows do not fit into shared memory in any way"):
         few.pick_sizes(512, shape_of(Shapes("e4m3", 64, 28672, None)), 132)
 
@@ -265,8 +269,10 @@ INTERPRETED = {
     "many, one group a tile": (Shapes("int4", 128, 256, 128), 72),
     "many, zeros, an odd number of blocks and of steps": (Shapes("int4", 192, 192, 32, "float32", has_zeros=True), 72),
     "many, 8 bits by output": (Shapes("int8", 64, 64, None), 65),
+    "many, blocks of float32 results": (FORMATS["int8 by output to float32"], 72),
+    "few, blocks of float32 results": (FORMATS["int8 by output to float32"], 13),
 }
-ON_A_NEWER_JAX = ("few, zeros, steps that are not whole", "many, 8 bits by output")
+ON_A_NEWER_JAX = ("few, zeros, steps that are not whole", "many, 8 bits by output", "many, blocks of float32 results")
 """The only run of these kernels in CI, whose older JAX has not what they need."""
 
 
@@ -283,8 +289,10 @@ def test_kernels_in_the_interpreter(name):
         out_of_bounds_reads="uninitialized", uninitialized_memory="zero", detect_races=True
     )
     x, (weight,) = host_arrays(shapes, num_rows)
-    got = mosaic.product(jnp.pad(x, ((0, 0), (0, weight.num_inputs - x.shape[1]))), weight, interpret=params)
-    assert host_error(shapes, x, (weight,), got) <= tolerance(shapes)
+    padded = jnp.pad(x, ((0, 0), (0, weight.num_inputs - x.shape[1])))
+    got = mosaic.product(padded, weight, dtype=shapes.result, interpret=params)
+    limit = TOLERANCE_OF_SUMS[False] if shapes.result else tolerance(shapes)
+    assert got.dtype == (shapes.result or x.dtype) and host_error(shapes, x, (weight,), got) <= limit
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -319,7 +327,8 @@ def test_kernels_lower_for_a_gpu(name, num_rows):
     weight = jax.eval_shape(lambda: host_arrays(shapes, 8)[1][0])
     x = jax.ShapeDtypeStruct((num_rows, shapes.num_inputs), jnp.bfloat16)
     with a_gpu_to_lower_for():
-        lowered = jax.jit(partial(product, implementation="mosaic")).trace(x, weight).lower(lowering_platforms=("cuda",))
+        call = jax.jit(partial(product, dtype=shapes.result, implementation="mosaic"))
+        lowered = call.trace(x, weight).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 

@@ -186,7 +186,7 @@ def test_experts_without_a_gate_are_never_in_tiles_and_widened_one_at_a_time(tmp
     experts = [weight.format for weight in weights(model) if any("experts" in spec.axes for spec in weight.parts.values())]
     assert [format.tiled for format in experts if format.widens_each] == [None, None] and not Widened.of(model).experts
     with caplog.at_level(logging.INFO, "jaxllm"):
-        prepare.tell_of_widened_experts([model], "bfloat16")
+        prepare.tell_of_widened_weights([model], "bfloat16")
     assert any("a step widens each that a token chooses" in text for text in caplog.messages)
     rounded = load_model_config(goldens.FOLDER / "nemotron_h", quantization="int8").for_tensor_parallel(1)
     assert not any(weight.format.widens_each for weight in weights(build_model(rounded)))

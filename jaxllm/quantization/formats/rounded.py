@@ -15,7 +15,7 @@ from jaxllm.quantization.numbers import Scheme
 from jaxllm.weight_format import Expected, Files, Options, ParamSpec, Reader
 
 LARGEST_GROUP = 128
-_NUMBERS = {"int8": "uint8b128", "int4": "int4"}
+NUMBERS_BY_OPTION = {"int8": "uint8b128", "int4": "int4"}
 LINEAR = "Linear"
 
 
@@ -30,9 +30,9 @@ class Rounded(CompressedTensors):
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
-        if options.quantization not in _NUMBERS:
+        if options.quantization not in NUMBERS_BY_OPTION:
             return None
-        number, has_groups = _NUMBERS[options.quantization], options.quantization == "int4"
+        number, has_groups = NUMBERS_BY_OPTION[options.quantization], options.quantization == "int4"
         scale_type = options.stored_dtype if has_groups else "float32"
         scheme = Scheme(number, LARGEST_GROUP if has_groups else None, scale_type=scale_type)
         return cls(groups=(Group((LINEAR,), scheme),), ignored=options.unquantized)
