@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxllm.config import EngineConfig
 from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.fault_place import Place
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
@@ -300,6 +301,13 @@ class Features:
 
 
 NO_FEATURES = Features()
+
+
+def fault_places() -> dict[str, Place]:
+    """The places for injected failures of packages that have some, by name."""
+    packages = [registered.partition(":")[0] for registered in (KV_TIERS, KV_EVENTS) if registered is not None]
+    found = (importlib.import_module(f"{package}.fault_points").PLACES for package in packages)
+    return {name: place for places in found for name, place in places.items()}
 
 
 def _package(registered: str | None, missing: str, *in_steps: str) -> ModuleType:
