@@ -14,8 +14,9 @@ from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, OutOfMemoryError
 from jaxllm.kv_tiers.workers import Workers, pair
+from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.waiting import wait_until
-from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts
+from tests.kv_tiers.test_offloading import expected, make
 
 STAGING = (
     r"the device has no memory for \d+ buffers of [\d.]+ MiB, through which blocks are copied to host memory \(RESOURCE_EXHAUSTED: "
@@ -39,7 +40,7 @@ class Held:
     def check(self) -> None:
         """Nothing more than before; threads end after what they were told."""
         assert all(id(array) in self._arrays or array.is_deleted() for array in jax.live_arrays())
-        wait_until(lambda: self._others() == self._before, f'{self._others()}, not {self._before}', 5)
+        wait_until(lambda: self._others() == self._before, f"{self._others()}, not {self._before}", 5)
         assert sys.getswitchinterval() == self._switch_interval
 
 
@@ -104,6 +105,9 @@ def test_an_engine_without_memory_to_wake_up_stays_asleep_and_one_that_starts_ov
 
 
 def test_threads_that_read_end_if_there_is_no_memory_for_those_that_write() -> None:
-    with injected("kv.workers:4:enomem"), pytest.raises(OutOfMemoryError, match="2 threads kv-test-write, each with 4096 bytes"):
+    with (
+        injected("kv.workers:4:enomem"),
+        pytest.raises(OutOfMemoryError, match="2 threads kv-test-write, each with 4096 bytes"),
+    ):
         pair(lambda: Workers("kv-test-read", 2, 4096, 1.0), lambda: Workers("kv-test-write", 2, 4096, 1.0))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-test")]
