@@ -151,6 +151,12 @@ class KVTiers(Protocol):
     def end_lease(self, transfer: KVTransfer) -> None:
         """Blocks that a prefill engine, this one or another, keeps for a request will not be fetched."""
 
+    @property
+    def prefill_address(self) -> KVTransfer | None:
+        """See SteppedCore, as for the next one."""
+
+    def meet(self, transfer: KVTransfer) -> None: ...
+
     def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
 
