@@ -35,8 +35,8 @@ class HostTier:
     """Contents of blocks in slots of host memory.
 
     A store is a gather, by the next plan, and a copy behind it: its staging buffer is free when the copy is over, and its contents can be
-    loaded when the steps before that plan are done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan, whose
-    verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
+    loaded when the steps before that plan are done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan,
+    whose verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
 
     Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged, or
     staged from slots that they lend.
