@@ -76,6 +76,8 @@ class PeerStore:
         """Connect to a prefill engine before a request needs it, and stay connected as long as it serves. To map its memory and to lock
         it for devices takes seconds, in which requests would have their blocks copied by the host."""
         with self._lock:
+            if self._stopping.is_set():
+                return
             self._met.add(target)
             try:
                 peer = self._peer(target)
