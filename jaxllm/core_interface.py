@@ -57,6 +57,13 @@ class SteppedCore(Core, Protocol):
 
     @property
     def awaited_programs(self) -> tuple[int, int]: ...
+    @property
+    def prefill_address(self) -> KVTransfer | None:
+        """Where decode engines find this one, without a lease; None if it is no prefill engine."""
+
+    def meet(self, transfer: KVTransfer) -> None:
+        """A prefill engine has this address, whose blocks requests will name: connect to it now."""
+
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
     def run_between_steps(self, post: Callable[[Callable[[], object]], None]) -> None:

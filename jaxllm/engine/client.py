@@ -30,6 +30,7 @@ from jaxllm.engine.messages import (
     Failed,
     Hello,
     Load,
+    Meet,
     MessageError,
     NoMore,
     Outputs,
@@ -202,6 +203,15 @@ class EngineClient:
     def end_lease(self, transfer: KVTransfer) -> None:
         """See Core. Raises EngineDeadError or EngineError."""
         self._send(EndLease(self.name, transfer))
+
+    def meet(self, transfer: KVTransfer) -> None:
+        """Tell a decode engine the `prefill_address` of another. Raises EngineDeadError or EngineError."""
+        self._send(Meet(self.name, transfer))
+
+    @property
+    def prefill_address(self) -> KVTransfer | None:
+        """See `messages.Ready`."""
+        return self._ready.result().prefill_address if self.is_ready else None
 
     def drain(self) -> None:
         """Have the engine process end once all its clients have let it go."""

@@ -245,6 +245,15 @@ class EngineCore:
         if self._kv_tiers is not None:
             self._kv_tiers.end_lease(transfer)
 
+    @property
+    def prefill_address(self) -> KVTransfer | None:
+        """See SteppedCore, as for the next one."""
+        return None if self._kv_tiers is None else self._kv_tiers.prefill_address
+
+    def meet(self, transfer: KVTransfer) -> None:
+        if self._kv_tiers is not None:
+            self._kv_tiers.meet(transfer)
+
     def _end_lease_of(self, request: EngineCoreRequest) -> None:
         """A request ends that was not queued."""
         if request.options.kv_transfer is not None:

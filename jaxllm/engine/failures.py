@@ -1,11 +1,11 @@
 """Decides how to handle a failed step: recompute it in smaller steps, end its requests, or end the engine (docs/FAULTS.md)."""
 
-import enum
 import time
 from collections import deque
 from collections.abc import Callable
 
 from jaxllm import address_space
+from jaxllm.device_errors import Failure, is_out_of_memory, is_out_of_pool, kind_of
 from jaxllm.device_ops import EncodeItem, EncodeParts
 from jaxllm.engine.loop import StepLoop
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
@@ -26,73 +26,6 @@ MAX_DIVISOR = 64
 
 CALM_STEPS = 64
 """After this many successful steps in a row, the size limit of steps doubles."""
-
-_OUT_OF_POOL = "RESOURCE_EXHAUSTED"
-"""Part of XLA's error text when its pool has no memory left."""
-_OUT_OF_DEVICE = (
-    "CUDA_ERROR_OUT_OF_MEMORY",
-    "cudaErrorMemoryAllocation",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "Failed to allocate collective memory",
-)
-"""Parts of the errors of libraries that allocate outside the pool: CUDA itself (code and graphs) and NVIDIA's libraries."""
-_COLLECTIVES = ("NCCL", "nccl")
-_OUT_OF_COLLECTIVES = ("out of memory", "Failed to CUDA", "calloc", "alloc failed", "failed to allocate")
-"""Parts of NCCL's error texts, in addition to its name, when it found no memory for a communicator, which is then lost."""
-_DEVICE_IS_LOST = (
-    "CUDA_ERROR",
-    "cudaError",
-    "illegal memory access",
-    "unspecified launch failure",
-    "device-side assert",
-    *_COLLECTIVES,
-    "DATA_LOSS",
-)
-"""Parts of the texts of errors after which every later call to the device fails too."""
-
-
-class Failure(enum.Enum):
-    """The kinds of failed steps."""
-
-    OUT_OF_MEMORY = enum.auto()
-    STEP = enum.auto()
-    ENGINE = enum.auto()
-
-
-def kind_of(error: BaseException) -> Failure:
-    """Classify an error in a step by its text and the texts of its causes."""
-    texts = _texts(error)
-    if isinstance(error, OutOfMemoryError) or _has(texts, _OUT_OF_POOL):
-        return Failure.OUT_OF_MEMORY
-    if _has(texts, *_OUT_OF_DEVICE) and not _has(texts, *_COLLECTIVES):
-        return Failure.OUT_OF_MEMORY
-    if isinstance(error, EngineDeadError) or _has(texts, *_DEVICE_IS_LOST):
-        return Failure.ENGINE
-    return Failure.STEP
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had too little memory, for a step or for the setup of collectives before the first step."""
-    texts = _texts(error)
-    for_collectives = any(_has([text], *_COLLECTIVES) and _has([text], *_OUT_OF_COLLECTIVES) for text in texts)
-    if isinstance(error, OutOfMemoryError) or for_collectives or address_space.is_full(error):
-        return True
-    return _has(texts, _OUT_OF_POOL, *_OUT_OF_DEVICE)
-
-
-def _texts(error: BaseException) -> list[str]:
-    """The texts of an error and its causes."""
-    texts: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None and len(texts) < 8:
-        texts.append(str(cause))
-        cause = cause.__cause__
-    return texts
-
-
-def _has(texts: list[str], *parts: str) -> bool:
-    return any(part in text for text in texts for part in parts)
 
 
 class FailurePolicy:
@@ -212,12 +145,14 @@ def _requests_of(plan: SchedulerOutput) -> list[str]:
 
 def explain(error: BaseException) -> str:
     """Describe a failed step or a failed start, for the log and the operator."""
+    if isinstance(error, OutOfMemoryError):
+        return str(error)
     if not is_out_of_memory(error):
         return f"a step failed: {type(error).__name__}: {error}"
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     if address_space.is_full(error):
         return f"memory ran out ({first_line}){address_space.describe_limit()}"
-    if not _has(_texts(error), _OUT_OF_POOL):
+    if not is_out_of_pool(error):
         return (
             f"the device ran out of memory beside JAX's pool ({first_line}); lower --gpu-memory-utilization, which leaves more for what "
             "collectives and compiled programs take there, or end other programs on the device"

@@ -16,69 +16,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from jaxllm import env
+from jaxllm.engine import features
 from jaxllm.errors import ConfigError
+from jaxllm.fault_place import Place, Side
 from jaxllm.log import logger
 
-Side = Literal["core", "client"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A function in which faults can be injected."""
-
-    side: Side
-    module: str
-    function: str
-    """Qualified: a class's method, or a function of the module."""
-    request_id: Callable[..., str | None] = lambda *args, **kwargs: None
-    """Returns the id of the request, or the name of the adapter, that a call with these arguments concerns, if any."""
-    corrupt: Callable[..., None] | None = None
-    """Changes a bit of what a call with these arguments reads or writes, if it can."""
-
-
-PLACES = {
+_OF_ENGINES: dict[str, Place] = {
     "add": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.add_request", lambda self, request: request.request_id),
     "grammar": Place("core", "jaxllm.engine.grammars", "Grammars._start", lambda self, request, template: request.request_id),
     "adapter.read": Place("core", "jaxllm.lora.manager", "LoRAManager._read", lambda self, adapter, packs: adapter.name),
     "adapter.stage": Place("core", "jaxllm.lora.manager", "LoRAManager._stage", lambda self, adapter, *args: adapter.name),
     "op": Place("core", "jaxllm.device_ops", "run_op", lambda op, run: type(op).__name__),
-    "kv.hello": Place("core", "jaxllm.kv_tiers.peers.client", "_greet"),
-    "kv.follow": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.follow"),
-    "kv.pull": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.pull"),
-    "kv.locate": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.locate"),
-    "kv.receive": Place(
-        "core",
-        "jaxllm.kv_tiers.peers.client",
-        "Connection._set_sums",
-        corrupt=lambda self, slot, *args: _flip_bit(self._memory.view(slot)),
-    ),
-    "kv.match": Place("core", "jaxllm.kv_tiers.host_tier", "HostTier.match"),
-    "kv.gather": Place("core", "jaxllm.runner.features.block_copies.programs", "gather"),
-    "kv.copy_out": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._to_host"),
-    "kv.copy_in": Place(
-        "core",
-        "jaxllm.runner.features.block_copies.copier",
-        "BlockCopier._to_device",
-        corrupt=lambda self, op: _flip_bit(self.arena.view(op.slots[0])),
-    ),
-    "kv.scatter": Place("core", "jaxllm.runner.features.block_copies.programs", "scatter"),
-    "kv.verdict": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._verdict"),
-    "kv.disk_read": Place(
-        "core",
-        "jaxllm.kv_tiers.disk.block_file",
-        "FileFormat.unpack",
-        corrupt=lambda self, buffer, name: _flip_bit(buffer),
-    ),
-    "kv.disk_write": Place(
-        "core",
-        "jaxllm.kv_tiers.disk.block_file",
-        "write_all",
-        corrupt=lambda descriptor, buffer: _flip_bit(buffer),
-    ),
-    "kv.event": Place("core", "jaxllm.kv_events.messages", "BatchEncoder.encode"),
     "mask": Place("core", "jaxllm.structured.matcher", "fill_masks"),
     "schedule": Place("core", "jaxllm.scheduler.scheduler", "Scheduler.schedule"),
     "allocate": Place(
@@ -108,12 +59,20 @@ PLACES = {
 }
 """By name. A wrapped function is replaced in its module or class, so every object has the fault."""
 
+
+@functools.cache
+def places() -> dict[str, Place]:
+    """All places, by name: those above, and those of packages that this build has."""
+    return _OF_ENGINES | features.fault_places()
+
+
 _KINDS: dict[str, Callable[[], Exception]] = {
     "error": lambda: RuntimeError("injected fault"),
     "oom": lambda: RuntimeError("RESOURCE_EXHAUSTED: injected fault"),
     "fatal": lambda: RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: injected fault"),
     "eio": lambda: OSError(errno.EIO, "injected fault"),
     "enospc": lambda: OSError(errno.ENOSPC, "injected fault"),
+    "enomem": lambda: OSError(errno.ENOMEM, "injected fault"),
 }
 
 
@@ -137,16 +96,16 @@ class Fault:
         if len(parts) != 3:
             raise ConfigError(f"{env.FAULT} has {text!r}, must be place:when:kind, e.g. step:50:oom")
         place, when, kind = parts
-        if place not in PLACES:
-            raise ConfigError(f"{env.FAULT} names the place {place!r}, must be one of {', '.join(PLACES)}")
+        if place not in places():
+            raise ConfigError(f"{env.FAULT} names the place {place!r}, must be one of {', '.join(places())}")
         kind, _, seconds = kind.partition("=")
         if kind not in (*_KINDS, "hang", "hold", "exit", "corrupt"):
             raise ConfigError(
                 f"{env.FAULT} names the kind {kind!r}, must be one of {', '.join(_KINDS)}, hang, hang=SECONDS, hold, "
                 "hold=SECONDS, exit, corrupt"
             )
-        if kind == "corrupt" and PLACES[place].corrupt is None:
-            able = ", ".join(name for name, found in PLACES.items() if found.corrupt)
+        if kind == "corrupt" and places()[place].corrupt is None:
+            able = ", ".join(name for name, found in places().items() if found.corrupt)
             raise ConfigError(f"{env.FAULT} has corrupt at {place}, which reads no stored bytes; use {able}")
         first, last, pattern = None, 0, ""
         try:
@@ -180,10 +139,6 @@ class Fault:
             raise _KINDS[self.kind]()
 
 
-def _flip_bit(data: memoryview) -> None:
-    data[len(data) // 2] ^= 1
-
-
 def hold_interpreter(seconds: float) -> None:
     """Keep every other thread of this process from running Python, as a long call into C that does not release the interpreter."""
     end = time.monotonic() + seconds
@@ -206,8 +161,8 @@ def install_from_environment(side: Side) -> None:
 def install(side: Side, faults: Sequence[Fault]) -> Callable[[], None]:
     """Wrap the places of one side that have faults. Returns a function that undoes it."""
     undo: list[Callable[[], None]] = []
-    for name in dict.fromkeys(fault.place for fault in faults if PLACES[fault.place].side == side):
-        undo.append(_wrap(PLACES[name], [fault for fault in faults if fault.place == name]))
+    for name in dict.fromkeys(fault.place for fault in faults if places()[fault.place].side == side):
+        undo.append(_wrap(places()[name], [fault for fault in faults if fault.place == name]))
 
     def uninstall() -> None:
         for call in reversed(undo):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxllm.config import EngineConfig
 from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.fault_place import Place
 from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
@@ -149,6 +150,12 @@ class KVTiers(Protocol):
 
     def end_lease(self, transfer: KVTransfer) -> None:
         """Blocks that a prefill engine, this one or another, keeps for a request will not be fetched."""
+
+    @property
+    def prefill_address(self) -> KVTransfer | None:
+        """See SteppedCore, as for the next one."""
+
+    def meet(self, transfer: KVTransfer) -> None: ...
 
     def new_tiers(self, executor: "Executor", num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. model_dir: where the weights are. Raises ConfigError."""
@@ -300,6 +307,13 @@ class Features:
 
 
 NO_FEATURES = Features()
+
+
+def fault_places() -> dict[str, Place]:
+    """The places for injected failures of packages that have some, by name."""
+    packages = [registered.partition(":")[0] for registered in (KV_TIERS, KV_EVENTS) if registered is not None]
+    found = (importlib.import_module(f"{package}.fault_points").PLACES for package in packages)
+    return {name: place for places in found for name, place in places.items()}
 
 
 def _package(registered: str | None, missing: str, *in_steps: str) -> ModuleType:

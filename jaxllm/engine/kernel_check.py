@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.failures import Failure, kind_of
+from jaxllm.device_errors import Failure, kind_of
 from jaxllm.engine.fingerprint import surroundings
 from jaxllm.engine.kernel_choice import PLAIN, Candidates
 from jaxllm.engine.kernel_shapes import NO_TILES, TiledWeights, shapes_of

@@ -1,8 +1,8 @@
 """Messages between API servers and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
-An API server sends `Hello`, `Add`, `Abort`, `EndLease`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`, `Outputs`,
-`Refused`, `Failed`, `Reply`, `WantMetrics`, `Update`, `Draining` and `Dead`. The process that started it may send `Drain`. Anything
-that cannot be decoded raises MessageError.
+An API server sends `Hello`, `Add`, `Abort`, `EndLease`, `Meet`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`,
+`Outputs`, `Refused`, `Failed`, `Reply`, `WantMetrics`, `Update`, `Draining` and `Dead`. The process that started it may send `Drain`.
+Anything that cannot be decoded raises MessageError.
 """
 
 import inspect
@@ -120,6 +120,13 @@ class EndLease(_Message, tag="end_lease"):
     transfer: KVTransfer
 
 
+class Meet(_Message, tag="meet"):
+    """The `prefill_address` of an engine whose blocks requests will be sent for."""
+
+    client: str
+    transfer: KVTransfer
+
+
 class Drain(_Message, tag="drain"):
     """End once every API server has said `NoMore`; `Draining` notifies them."""
 
@@ -211,6 +218,8 @@ class Ready(_Message, tag="ready"):
     """The implementation of each op and the result of its check."""
     pid: ProcessId = 0
     """Id of the engine process; 0 if API servers are on another host."""
+    prefill_address: KVTransfer | None = None
+    """Where decode engines find a prefill engine."""
 
 
 class Outputs(_Message, tag="outputs"):
@@ -276,7 +285,7 @@ class Dead(_Message, tag="dead"):
     message: str
 
 
-ClientMessage = Hello | Add | Abort | EndLease | Call | Bye | Drain | NoMore
+ClientMessage = Hello | Add | Abort | EndLease | Meet | Call | Bye | Drain | NoMore
 EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Update | Draining | Dead
 
 

@@ -32,6 +32,7 @@ from jaxllm.engine.messages import (
     Failed,
     Hello,
     Load,
+    Meet,
     NoMore,
     Outputs,
     Ready,
@@ -104,6 +105,7 @@ class EngineLoop:
                 dict(core.start_times.seconds),
                 core.kernels,
                 pid,
+                core.prefill_address,
             )
         )
         core.run_between_steps(commands.put)
@@ -176,6 +178,8 @@ class EngineLoop:
             self._end([id for id in command.request_ids if self._requests.get(id) == command.client])
         elif isinstance(command, EndLease):
             self._core.end_lease(command.transfer)
+        elif isinstance(command, Meet):
+            self._core.meet(command.transfer)
         elif isinstance(command, Call):
             self._call(command)
         elif isinstance(command, Hello):

@@ -9,9 +9,10 @@ from jax.sharding import Mesh
 
 from jaxllm.cache_spec import row_bytes
 from jaxllm.config import AUTO_MODEL_LEN, EngineConfig, resolve_platform_defaults
+from jaxllm.device_errors import is_out_of_memory
 from jaxllm.engine import encoders
 from jaxllm.engine import features as registered
-from jaxllm.engine.failures import explain, is_out_of_memory
+from jaxllm.engine.failures import explain
 from jaxllm.engine.kernel_choice import attention_implementation, wants_tiles
 from jaxllm.engine.parallel_backends import check_backend
 from jaxllm.engine.step_sizes import with_prefill_limit

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxllm.engine.failures import explain, is_out_of_memory
+from jaxllm.device_errors import is_out_of_memory
+from jaxllm.engine.failures import explain
 from jaxllm.errors import InvalidRequestError, OutOfMemoryError
 from jaxllm.log import logger
 

@@ -35,6 +35,7 @@ from jaxllm.engine.messages import (
     Fault,
     Hello,
     Load,
+    Meet,
     MessageError,
     NoMore,
     Refused,
@@ -76,7 +77,7 @@ class Stop:
     """A command to end the engine process."""
 
 
-Command = Hello | Add | Abort | EndLease | Call | Drain | NoMore | Gone | Stop | Callable[[], object]
+Command = Hello | Add | Abort | EndLease | Meet | Call | Drain | NoMore | Gone | Stop | Callable[[], object]
 
 
 @dataclass

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import TracebackType
 
 from jaxllm.config import EngineConfig
+from jaxllm.device_errors import is_out_of_memory
 from jaxllm.engine.executor import Executor
-from jaxllm.engine.failures import explain, is_out_of_memory
+from jaxllm.engine.failures import explain
 from jaxllm.engine.features import Hosts, open_hosts
 from jaxllm.engine.prepare import Prepared
 from jaxllm.errors import JaxLLMError, OutOfMemoryError

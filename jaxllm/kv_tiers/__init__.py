@@ -63,6 +63,15 @@ class KVTiers:
         if self._role is not None:
             self._role.end_lease(transfer)
 
+    @property
+    def prefill_address(self) -> KVTransfer | None:
+        """See `jaxllm.engine.features.KVTiers`, as for the next one."""
+        return None if self._role is None else self._role.prefill_address
+
+    def meet(self, transfer: KVTransfer) -> None:
+        if self._role is not None:
+            self._role.meet(transfer)
+
     def new_tiers(self, executor: Any, num_blocks: int, model_dir: Path) -> "tuple[CacheTier, ...]":
         """Make the tiers of a scheduler whose pool has so many blocks. executor: a `ModelRunner`. model_dir: where the weights are. Raises
         ConfigError."""

@@ -4,9 +4,11 @@ import mmap
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Protocol
 
+from jaxllm.errors import OutOfMemoryError
 from jaxllm.log import logger
 
 MAX_LOST = 8
@@ -38,11 +40,21 @@ class _Worker:
         self.began = 0.0
 
 
+def pair(read: "Callable[[], Workers]", write: "Callable[[], Workers]") -> "tuple[Workers, Workers]":
+    """Make the threads of a store that read and those that write. If there is no memory for these, the others end."""
+    readers = read()
+    try:
+        return readers, write()
+    except OutOfMemoryError:
+        readers.close(0.0)
+        raise
+
+
 class Workers:
     """Runs tasks in order, as many at once as there are threads."""
 
     def __init__(self, name: str, num_threads: int, buffer_bytes: int, max_seconds: float):
-        """buffer_bytes: of each thread. max_seconds: until a task is given up."""
+        """buffer_bytes: of each thread. max_seconds: until a task is given up. Raises OutOfMemoryError."""
         self._name, self.num_threads, self._buffer_bytes, self._max_seconds = name, num_threads, buffer_bytes, max_seconds
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -50,8 +62,15 @@ class Workers:
         """Without those whose task was given up."""
         self._num_lost = 0
         self._is_closed = False
-        for _ in range(num_threads):
-            self._start()
+        try:
+            for _ in range(num_threads):
+                self._start()
+        except (OSError, RuntimeError) as error:
+            self.close(0.0)
+            raise OutOfMemoryError(
+                f"the system has no memory or no threads for {num_threads} threads {name}, each with {buffer_bytes} bytes ({error}); raise "
+                "the process's limits (ulimit -v, ulimit -u), or end other programs"
+            ) from error
 
     def _start(self) -> None:
         """Start a thread. Raises OSError or RuntimeError if the system has no memory or thread for it."""

@@ -151,6 +151,11 @@ class LocalReplicas(PauseCalls):
         self._unfinished.difference_update(request_ids)
         self._loop.call_soon_threadsafe(self._abort, request_ids)
 
+    prefill_address = None
+
+    def meet(self, transfer: KVTransfer) -> None:
+        """Replicas of one role fetch no blocks of others."""
+
     def end_lease(self, transfer: KVTransfer) -> None:
         self._loop.call_soon_threadsafe(self._replicas.end_lease, transfer)
 

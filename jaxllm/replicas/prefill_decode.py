@@ -1,5 +1,6 @@
 """Replicas of two roles as one AsyncCore: a request with a long prompt runs in two legs, on a prefill and then on a decode engine."""
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -122,6 +123,17 @@ class PrefillDecode(Replicas):
             if (leg_id := self._leave(request_id)) is not None:
                 ended.append(leg_id)
         super().abort(ended)
+
+    def _admit(self, rank: int) -> None:
+        super()._admit(rank)
+        for other in self._serving:
+            self._introduce(*sorted((rank, other)))
+
+    def _introduce(self, first: int, second: int) -> None:
+        """Have a decode engine connect to a prefill engine now, and not with the first request."""
+        if first < self._num_prefill <= second and (address := self.clients[first].prefill_address) is not None:
+            with contextlib.suppress(EngineError):  # it has just ended
+                self.clients[second].meet(address)
 
     # Legs
 

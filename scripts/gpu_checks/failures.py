@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.failures import Failure, kind_of
+from jaxllm.device_errors import Failure, kind_of
 from jaxllm.engine.fault_points import injected
 from scripts.gpu_checks import Outcome
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.helpers.serve_processes import ServerProcess, serving
+from tests.helpers.tiers import need_tiers
 from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,7 @@ CHUNKS = ("--max-num-batched-tokens", "64")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    need_tiers()
     with serving("demo", tmp_path_factory.mktemp("server"), command=("serve", *FLAGS, *SMALL, *CHUNKS)) as server:
         wait_until(lambda: _states(server) == ["serving"] * 3, "the server did not start")
         yield server

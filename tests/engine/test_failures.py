@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from llguidance import LLMatcher
 
+from jaxllm.device_errors import Failure, is_out_of_memory, kind_of
 from jaxllm.engine import failures
-from jaxllm.engine.failures import Failure, FailurePolicy, explain, is_out_of_memory, kind_of
+from jaxllm.engine.failures import FailurePolicy, explain
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.request import ErrorKind, FinishReason, Grammar

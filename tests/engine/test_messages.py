@@ -21,6 +21,7 @@ TAGS = [
     "add",
     "abort",
     "end_lease",
+    "meet",
     "call",
     "status",
     "ready",

@@ -23,6 +23,7 @@ from jaxllm.sampling.processors import Processor
 from jaxllm.sampling.variants import Variant
 from jaxllm.start_times import StartTimes
 from tests.helpers import engines, goldens
+from tests.helpers.tiers import need_tiers
 
 DIRECTORY = goldens.golden("llama_gqa").directory
 
@@ -34,6 +35,7 @@ def prepared(**options) -> Prepared:
 
 def test_programs_are_prepared_without_host_memory():
     """A machine that compiles them for others need not have it."""
+    need_tiers()
     assert prepared(kv_offloading_size=900_000.0).runner.op_runner(GatherBlocks).num_slots > 1
 
 

@@ -164,6 +164,11 @@ class FakeEngineCore(FakeAdapters):
             if self.running.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
 
+    prefill_address = None
+
+    def meet(self, transfer: KVTransfer) -> None:
+        """It fetches no blocks."""
+
     def end_lease(self, transfer: KVTransfer) -> None:
         self.ended_leases.append(transfer)
 

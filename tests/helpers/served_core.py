@@ -145,6 +145,11 @@ class FakeCoreWithRole(ServedFakeCore):
             }
         return output
 
+    prefill_address = None
+
+    def meet(self, transfer: KVTransfer) -> None:
+        """It fetches no blocks."""
+
     def end_lease(self, transfer: KVTransfer) -> None:
         with (Path(self.config.model.model) / "legs.jsonl").open("a") as file:
             file.write(json.dumps({"role": self.config.kv_transfer.kv_role, "ended": transfer.lease_id}) + "\n")

@@ -1,6 +1,6 @@
 """Engines whose events lead a subscriber to what they have, through sockets."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,14 @@ import pytest
 import zmq
 
 from jaxllm.engine.core import EngineCore
-from jaxllm.engine.fault_points import injected
 from jaxllm.errors import ConfigError
 from jaxllm.kv_events import publisher
-from jaxllm.kv_tiers.host_tier import HostTier
 from tests.helpers import goldens, peft_files
+from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.engines import make_core
 from tests.helpers.kv_subscriber import Subscriber
 from tests.helpers.ports import free_ports
 from tests.kv_events.test_kv_events import NUM_RANKS
-from tests.kv_tiers.test_offloading import Client, make, make_prompts
 
 
 class Router:
@@ -38,16 +36,16 @@ class Router:
             self.subscriber.read_payload(frames[3])
         manager = self.core.scheduler.cache_manager
         assert self.subscriber.on("GPU") == set(manager.pool.cached_hashes())
-        ready = {name for tier in manager.loading._tiers if isinstance(tier, HostTier) for name in tier.contents.ready_names()}
+        ready = {name for tier in manager.loading._tiers for name in tier.contents.ready_names()}
         assert self.subscriber.on("CPU") == ready
 
 
 @contextmanager
-def router_of(name: str, *, with_tier: bool = False, **options: Any) -> Iterator[Router]:
+def router_of(name: str, make: Callable[..., EngineCore] = make_core, **options: Any) -> Iterator[Router]:
     port = free_ports(2 * NUM_RANKS)
     events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{port + NUM_RANKS}"}
     options = {"kv_events_config": events, "kv_events_use_int_block_hashes": False, "warmup": "lazy", **options}
-    core = make(name, **options) if with_tier else make_core(name, **options)
+    core = make(name, **options)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger, socket.rcvtimeo = 0, 10_000
         socket.connect(f"tcp://127.0.0.1:{port + NUM_RANKS}")
@@ -55,34 +53,6 @@ def router_of(name: str, *, with_tier: bool = False, **options: Any) -> Iterator
             yield Router(core, socket)
         finally:
             core.shutdown()
-
-
-@pytest.mark.slow
-def test_blocks_that_come_leave_and_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "_PAUSE_SECONDS", 0.0)
-    with router_of("qwen3", with_tier=True) as router:
-        core, client = router.core, Client(router.core, make_prompts(6))
-        client.run()
-        router.check()
-        assert router.subscriber.on("GPU") and router.subscriber.on("CPU"), "blocks were evicted"
-        client.run()
-        router.check()
-        assert core.stats().num_loaded_blocks, "blocks came back"
-        core.sleep(level=1)
-        router.check()
-        assert router.subscriber.on("CPU") and not router.subscriber.on("GPU")
-        core.wake_up()
-        with injected("step:2:error"):
-            client.run()
-        router.check()
-        with injected("kv.event:1-2:error"):
-            client.run()
-        client.run()
-        router.check()
-        assert core.reset_prefix_cache()
-        router.check()
-        assert not router.subscriber.blocks
-        assert core.stats().num_kv_event_batches > len(router.payloads) - 1 > 10 and not core.stats().num_dropped_kv_events
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The events of an engine: addresses of ranks, groups of layers, and what tiers report."""
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +12,9 @@ from jaxllm.cache_spec import cache_layout, cache_specs
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kv_events import KVEvents, publisher
-from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.models.load_config import load_model_config
-from jaxllm.request import RequestStatus
 from jaxllm.scheduler_stats import SchedulerStats
 from tests.helpers import goldens
-from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
 from tests.helpers.ports import free_ports
 from tests.helpers.scheduling import make_request, make_scheduler
 
@@ -101,36 +97,6 @@ def test_replicas_and_ranks_have_ports_in_a_row(monkeypatch: pytest.MonkeyPatch)
             ConfigError, match=f"kv_events_config.endpoint is 'tcp://\\*:{port + 1}', which another process uses"
         ):
             KVEvents(config_of(port + 1, data_parallel_size=3, enable_expert_parallel=True), 0)
-
-
-def test_contents_of_host_memory_are_told_with_their_tokens() -> None:
-    port, model_config = free_ports(2 * NUM_RANKS), load_model_config(goldens.FOLDER / "qwen3")
-    layout = cache_layout(cache_specs(model_config), block_size=8, max_step_tokens=64)
-    config = config_of(port)
-    copies = FakeCopies(random.Random(0), num_slots=4, num_staging=4, max_blocks=4, share_damaged=0.0)
-    tier = HostTier(copies, AlwaysWorth(), num_cold=0)
-    with events_of(config) as made:
-        observer = made.new_observer(config, model_config, layout, (tier,))
-        scheduler = make_scheduler(block_size=8, num_blocks=4, observer=observer, tiers=(tier,))
-        scheduler.add_request(make_request("a", [*range(9)]))
-        scheduler.schedule()
-        scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-        name = next(iter(scheduler.cache_manager.pool.cached_hashes()))
-        content = tier.contents.add(name)
-        assert content is not None
-        tier.contents.make_ready(content)
-        tier.contents.release(content)
-        made.publish()
-        tier.discard([name])
-        made.publish()
-        (_, first, _), (_, second, _) = sent(port)
-    assert [(event["type"], event.get("medium")) for event in first] == [
-        ("AllBlocksCleared", None),
-        ("BlockStored", "GPU"),
-        ("BlockStored", "CPU"),
-    ]
-    assert first[1]["token_ids"] == first[2]["token_ids"] == [*range(8)]
-    assert second == [{"type": "BlockRemoved", "block_hashes": first[1]["block_hashes"], "medium": "CPU", "group_idx": 0}]
 
 
 def test_a_model_without_a_prefix_cache_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,11 +13,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv_tiers.contents import Contents
 from jaxllm.kv_tiers.disk.store import DiskStore
 from jaxllm.outputs import EngineCoreOutput
-from tests.helpers.disk_engine import files
+from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
 from tests.helpers.waiting import wait_until
-from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts, tier_of
+from tests.kv_tiers.disk_engine import files
+from tests.kv_tiers.test_offloading import expected, make, tier_of
 
 CASES: list[list[Any]] = [
     ["qwen3", {}],

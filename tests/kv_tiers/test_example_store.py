@@ -15,7 +15,8 @@ from jaxllm.kv_tiers.kv_store import KVStore
 from jaxllm.kv_tiers.own.own_store import OwnStore
 from jaxllm.llm_engine import check_model
 from tests.helpers import goldens
-from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts, tier_of
+from tests.helpers.core_client import Client, make_prompts
+from tests.kv_tiers.test_offloading import expected, make, tier_of
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_SLOTS = 40

@@ -15,10 +15,11 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.runner.features.block_copies.cuda import CudaError
 from jaxllm.runner.features.block_copies.transfer import PlainTransfer
+from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
 from tests.helpers.fake_runner import FakeEngine, oracle_tokens
 from tests.helpers.scheduling import make_request, make_scheduler
-from tests.kv_tiers.test_offloading import Client, expected, make, make_prompts, tier_of
+from tests.kv_tiers.test_offloading import expected, make, tier_of
 
 VOCAB = 50
 PLACES = ["kv.match", "kv.gather", "kv.copy_out", "kv.copy_in", "kv.scatter", "kv.verdict"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import HostTier
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
-from tests.helpers.fake_store import FakeStore
+from tests.kv_tiers.fake_store import FakeStore
 from tests.scheduler.test_random_schedules import CHOICES, TIMES, run_load
 
 HOST_CHOICES: dict[str, list[Any]] = {

@@ -8,7 +8,8 @@ from jaxllm.async_llm import AsyncLLM
 from jaxllm.http_client.scrape import read_scrape, view
 from jaxllm.http_client.view_text import as_lines
 from server.app import create_app
-from tests.kv_tiers.test_offloading import NUM_BLOCKS, make, make_prompts
+from tests.helpers.core_client import make_prompts
+from tests.kv_tiers.test_offloading import NUM_BLOCKS, make
 from tests.server.client import Client
 from tests.server.conftest import options
 

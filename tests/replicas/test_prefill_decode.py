@@ -1,7 +1,7 @@
 """Requests in two legs, over clients that record what they send: which engine gets what, and what follows when a leg fails."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,6 +44,8 @@ class FakeClient:
         self.refuses: Exception | None = None
         self.let_gone = 0
         self.ended_leases: list[KVTransfer] = []
+        self.met: list[KVTransfer] = []
+        self.prefill_address: KVTransfer | None = None
         self._ready = SimpleNamespace(config=config, model_config=None, max_model_len=1000, processor_arguments={}, kernels={})
 
     async def ready(self) -> Any:
@@ -59,6 +61,9 @@ class FakeClient:
 
     def end_lease(self, transfer: KVTransfer) -> None:
         self.ended_leases.append(transfer)
+
+    def meet(self, transfer: KVTransfer) -> None:
+        self.met.append(transfer)
 
     def let_go(self) -> None:
         self.let_gone += 1
@@ -118,7 +123,7 @@ class Fleet:
         return [request.request_id for request in self.clients[rank].sent]
 
 
-def with_fleet(test: Callable[[Fleet], Awaitable[None]], **options: Any) -> None:
+def with_fleet(test: Callable[[Fleet], Awaitable[None]], addresses: Sequence[KVTransfer] = (), **options: Any) -> None:
     async def main() -> None:
         config = EngineConfig.from_options(
             data_parallel_size=4,
@@ -130,6 +135,8 @@ def with_fleet(test: Callable[[Fleet], Awaitable[None]], **options: Any) -> None
             max_num_seqs=8,
         )
         clients = [FakeClient(config) for _ in range(4)]
+        for client, address in zip(clients, addresses, strict=False):
+            client.prefill_address = address
         core = PrefillDecode(
             lambda rank, pid: clients[rank],  # type: ignore[arg-type, return-value]
             [1, 2, 3, 4],
@@ -417,6 +424,22 @@ def test_errors_of_the_second_leg_reach_the_caller() -> None:
         assert fleet.listener.refusals[-1][0] == "d"
 
     with_fleet(test)
+
+
+def test_decode_engines_meet_prefill_engines_before_the_first_request() -> None:
+    first, second, third = (KVTransfer(remote_engine_id=name, host="127.0.0.1", port=1) for name in "abc")
+
+    async def test(fleet: Fleet) -> None:
+        met = [client.met for client in fleet.clients]
+        assert met == [[], [], [first, second], [first, second]]
+        fleet.clients[1].prefill_address = third  # that of the process in its place
+        fleet.clients[1].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
+        fleet.clients[3].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
+        while fleet.core._states != ["serving"] * 4:
+            await asyncio.sleep(0)
+        assert met == [[], [], [first, second, third], [first, second, first, third]]
+
+    with_fleet(test, addresses=[first, second])
 
 
 @pytest.mark.parametrize("cause", ["refused", "cannot send", "dead", "aborted too late", "fetched", "aborted"])

@@ -35,6 +35,7 @@ from tests.helpers import goldens
 from tests.helpers.engines import SMALL
 from tests.helpers.scheduling import make_request
 from tests.helpers.slow import slow_except
+from tests.helpers.tiers import need_tiers
 
 NUM_BLOCKS = 64
 CASES: list[list[Any]] = [
@@ -50,6 +51,7 @@ CASES: list[list[Any]] = [
 
 def make_core(name: str, **options: Any) -> EngineCore:
     """An engine with a tier, which compiles what it runs."""
+    need_tiers()
     model = str(goldens.golden(name).directory)
     size = {"kv_offloading_size": 0.002, "num_gpu_blocks_override": NUM_BLOCKS, "warmup": "lazy"}
     return EngineCore(EngineConfig.from_options(**{**SMALL, "model": model, **size, **options}))

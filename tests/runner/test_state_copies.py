@@ -20,6 +20,7 @@ from jaxllm.runner.features.state_copies.programs import Load, Store, run
 from jaxllm.runner.features.state_copies.state_format import StateFormat
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
+from tests.helpers.tiers import need_tiers
 from tests.runner.test_block_copies import Copied
 
 NUM_BLOCKS = 64
@@ -33,6 +34,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(params=slow_except([], CASES), scope="module", ids=str)
 def copied(request: pytest.FixtureRequest) -> Iterator[Copied]:
+    need_tiers()
     core = make_core("qwen3_next", **{**SIZES, **request.param})
     try:
         made, count = Copied(core.runner, np.random.default_rng(0)), len(core.runner.shapes.cache.arrays)

@@ -20,7 +20,6 @@ from jaxllm.data_parallel.scheduler import RanksScheduler
 from jaxllm.device_ops import LoadState, StoreState
 from jaxllm.kv_events.messages import Batch, Group
 from jaxllm.kv_events.recorder import Recorder
-from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import FinishReason, PromptItem, Request, RequestStatus
@@ -89,7 +88,7 @@ class _Routers:
         assert self.scheduler is not None
         cached = self.scheduler.cache_manager.pool.cached_hashes()
         assert self.subscriber.on("GPU") == {name for name in cached if not is_of_states(name)}
-        hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
+        hosts: list[Any] = [tier for tier in tiers if not isinstance(tier, FakeTier)]
         assert self.subscriber.on("CPU") == {name for tier in hosts for name in tier.contents.ready_names()}
         stores = [store for tier in hosts for store in tier._stores._stores if store.tells]
         assert self.subscriber.on("STORAGE") == {name for store in stores for name in store.names}

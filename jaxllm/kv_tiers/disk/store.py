@@ -20,7 +20,7 @@ from jaxllm.kv_tiers.disk.tasks import FileTask, ReadTask, WriteTask
 from jaxllm.kv_tiers.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.kv_tiers.transfers import PendingTransfer
-from jaxllm.kv_tiers.workers import Workers
+from jaxllm.kv_tiers.workers import Workers, pair
 from jaxllm.log import logger
 from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import SchedulerStats
@@ -73,8 +73,11 @@ class DiskStore:
         self._read_seconds = self._write_seconds = 0.0
         self.content_bytes = self._format(b"").content_bytes
         self.blocks_per_file = MAX_NAMES if memory.block_bytes < SMALL_BYTES else 1
-        self._readers = Workers("kv-disk-read", NUM_READERS, self.content_bytes, READ_SECONDS)
-        self._writers = Workers("kv-disk-write", NUM_WRITERS, self.blocks_per_file * self.content_bytes, WRITE_SECONDS)
+        of_write = self.blocks_per_file * self.content_bytes
+        self._readers, self._writers = pair(
+            lambda: Workers("kv-disk-read", NUM_READERS, self.content_bytes, READ_SECONDS),
+            lambda: Workers("kv-disk-write", NUM_WRITERS, of_write, WRITE_SECONDS),
+        )
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._scan_at = math.inf
         self._keeper = threading.Thread(target=self._keep, name="kv-disk-keeper", daemon=True)

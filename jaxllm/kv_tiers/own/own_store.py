@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.fingerprint import digest
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
@@ -19,7 +19,7 @@ from jaxllm.kv_tiers.own.calls import DIGEST_BYTES, ContentCall, OtherCall, Read
 from jaxllm.kv_tiers.pace import Pace
 from jaxllm.kv_tiers.slot_store import SlotMemory, Transfer
 from jaxllm.kv_tiers.transfers import PendingTransfer, copy
-from jaxllm.kv_tiers.workers import Workers
+from jaxllm.kv_tiers.workers import Workers, pair
 from jaxllm.log import logger, warn_once
 from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import STORE_CALLS, SchedulerStats
@@ -55,7 +55,7 @@ class OwnStore:
         patience_seconds: float = PATIENCE_SECONDS,
     ):
         """describe: what contents depend on (`fingerprint.describe`); called again when weights may have changed. wake: see SlotStore.
-        Raises ConfigError if the class cannot make a store."""
+        Raises ConfigError if the class cannot make a store, or OutOfMemoryError."""
         self.name = kind.__name__
         self.writes = config.kv_role != "kv_consumer"
         self._reads = config.kv_role != "kv_producer"
@@ -93,8 +93,14 @@ class OwnStore:
                 f"{type(error).__name__}: {error}"
             ) from error
         self._max_writing = MAX_WAITING_PER_THREAD * kind.num_threads
-        self._readers = Workers("kv-store-read", kind.num_threads, content_bytes, patience_seconds)
-        self._writers = Workers("kv-store-write", kind.num_threads, content_bytes, patience_seconds)
+        options = (kind.num_threads, content_bytes, patience_seconds)
+        try:
+            self._readers, self._writers = pair(
+                lambda: Workers("kv-store-read", *options), lambda: Workers("kv-store-write", *options)
+            )
+        except OutOfMemoryError:
+            self._close_store()
+            raise
 
     # See SlotStore
 
@@ -173,6 +179,9 @@ class OwnStore:
         self._is_closed = True
         self._readers.close(CLOSE_SECONDS)
         self._writers.close(CLOSE_SECONDS)
+        self._close_store()
+
+    def _close_store(self) -> None:
         try:
             self._store.close()
         except Exception as error:  # whatever the class raises

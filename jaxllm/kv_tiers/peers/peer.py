@@ -104,6 +104,12 @@ class Peer:
         self.is_closed = False
         self._batch_size = max(1, BATCH_BYTES // block_bytes)
 
+    def meet(self) -> "Future[None]":
+        """Connect, and begin to map its memory if it is on this host."""
+        for lane in (self._news, self._lanes[0]):
+            lane.submit(_nothing)
+        return self._control.submit(_nothing)
+
     def attach(self, lease: str) -> "Future[Attached]":
         """See Connection, as for the next three."""
         return self._control.submit(lambda connection: connection.attach(lease))
@@ -167,6 +173,10 @@ class Peer:
         for lane in (self._control, self._news, *self._lanes):
             lane.join()
         self._mapping.close()
+
+
+def _nothing(connection: Connection) -> None:
+    """It is connected."""
 
 
 def _locate(connection: Connection, lease: str, names: Sequence[bytes], region: int, regions: Regions) -> list[int | None]:

@@ -52,6 +52,8 @@ class PeerStore:
         self._lock = threading.RLock()
         self._peers: dict[Target, tuple[Peer, float]] = {}
         """With the time of the latest use."""
+        self._met: set[Target] = set()
+        """Prefill engines to which connections stay open, see `meet`."""
         self._closing: list[Peer] = []
         """Closed peers whose threads may not have ended."""
         self._bad: dict[Target, tuple[float, str]] = {}
@@ -69,6 +71,20 @@ class PeerStore:
         """Failed attempts to attach a lease or to read, by the names of PULL_FAILURES."""
 
     # Leases
+
+    def meet(self, target: Target) -> None:
+        """Connect to a prefill engine before a request needs it, and stay connected as long as it serves. To map its memory and to lock
+        it for devices takes seconds, in which requests would have their blocks copied by the host."""
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            self._met.add(target)
+            try:
+                peer = self._peer(target)
+            except (RefusedError, RuntimeError) as error:  # requests try again
+                logger.debug("%s is not met: %s", target, error)
+                return
+            peer.meet().add_done_callback(partial(self._note_ended, peer))
 
     def attach(self, request_id: str, target: Target, number: str) -> "Future[Sequence[bytes]]":
         """Use a lease for a request. The future has the names of its contents, of which some may come later, or the error."""
@@ -159,7 +175,7 @@ class PeerStore:
         self._end_unused(lease)
 
     def _note_ended(self, peer: Peer, future: "Future[None]") -> None:
-        """A lease has ended that no request used. An engine that did not end it gives its place among MAX_PEERS to others."""
+        """A call is over that no request needed. An engine that did not answer it gives its place among MAX_PEERS to others."""
         if error_of(future) is not None:
             with self._lock:
                 if not any(lease.peer is peer for lease in self._leases.values()):
@@ -231,6 +247,7 @@ class PeerStore:
             self._blame(other, "the prefill engine is lost")
             self._forget(other)
         if self._peers.get(peer.target, (None, 0.0))[0] is peer:
+            self._met.discard(peer.target)
             del self._peers[peer.target]
             peer.close()
             self._closing.append(peer)
@@ -246,8 +263,14 @@ class PeerStore:
                         self._peers[target] = peer, now
                         renewing = peer.renew([lease.number for lease in leases])
                         renewing.add_done_callback(partial(self._note_renewed, leases[0]))
-                    elif now - used_at > IDLE_SECONDS or peer.is_left:  # its memory is not free as long as it is mapped here
+                    elif peer.is_left:  # its memory is not free as long as it is mapped here
                         self._drop(peer)
+                    elif target in self._met:
+                        peer.renew([]).add_done_callback(partial(self._note_ended, peer))  # or it takes this engine for lost
+                    elif now - used_at > IDLE_SECONDS:
+                        self._drop(peer)
+                for target in self._met - self._peers.keys():
+                    self.meet(target)
                 for peer in self._closing:
                     peer.close()
                 ended = [

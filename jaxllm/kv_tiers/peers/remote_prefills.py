@@ -58,6 +58,11 @@ class RemotePrefills:
         if transfer.remote_engine_id is not None and is_signed(self._token, transfer):
             self._store.end_lease(_target(transfer), str(transfer.lease_id))
 
+    def meet(self, transfer: KVTransfer) -> None:
+        """Connect to a prefill engine, before a request needs it. Does nothing for an address that no prefill engine signed."""
+        if transfer.remote_engine_id is not None and is_signed(self._token, transfer):
+            self._store.meet(_target(transfer))
+
     def admit(self, request: Request) -> None:
         transfer = request.options.kv_transfer
         if transfer is None or transfer.remote_engine_id is None:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from jaxllm.config import EngineConfig
 from jaxllm.kv_tiers.copies import Worth
 from jaxllm.kv_tiers.host_tier import HostTier
-from jaxllm.kv_tiers.peers.identity import Identity, facts_of
+from jaxllm.kv_tiers.peers.identity import Identity, facts_of, signature
 from jaxllm.kv_tiers.peers.leases import SHARE, Leases
 from jaxllm.kv_tiers.peers.peer_store import PeerStore
 from jaxllm.kv_tiers.peers.prefill_tier import PrefillTier, answered
@@ -28,6 +30,8 @@ class Role:
         self._own = Identity(uuid.uuid4().hex, lambda: facts_of(describe()), copies.arena.block_bytes, token())
         logger.debug("blocks depend on %s", self._own.facts)  # now, as files may be missing
         self._leases: Leases | None = None
+        self.prefill_address: KVTransfer | None = None
+        """See `jaxllm.engine.features.KVTiers`."""
         self.stores: tuple[SlotStore, ...] = ()
         self.preparations: tuple[RemotePrefills, ...] = ()
         options = config.kv_transfer
@@ -47,6 +51,11 @@ class Role:
             for prefills in self.preparations:
                 prefills.end_lease(transfer)
 
+    def meet(self, transfer: KVTransfer) -> None:
+        """See `jaxllm.engine.features.KVTiers`."""
+        for prefills in self.preparations:
+            prefills.meet(transfer)
+
     def new_tier(self, copies: Any, worth: Worth, **options: Any) -> HostTier:
         """See HostTier. A prefill engine listens from now on. Raises ConfigError if it cannot."""
         transfer = self._config.kv_transfer
@@ -63,6 +72,8 @@ class Role:
         self._leases = leases = Leases(int(SHARE * copies.num_slots))
         server = Server(self._own, leases, copies.arena)
         server.open(transfer.kv_host, transfer.kv_port)
+        address = KVTransfer(remote_engine_id=self._own.engine_id, host=transfer.kv_host, port=server.port)
+        self.prefill_address = replace(address, signature=signature(self._own.token, address) if self._own.token else None)
         size = self._config.parallel.tensor_parallel_size
         answer = partial(answered, own=self._own, host=transfer.kv_host, port=server.port, tensor_parallel=size)
         return PrefillTier(copies, worth, leases, server, answer, **options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.disk_engine import MODEL, Engine
+from tests.kv_tiers.disk_engine import MODEL, Engine
 
 
 @pytest.fixture

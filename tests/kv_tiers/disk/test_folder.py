@@ -17,7 +17,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.kv_tiers.disk import folder, janitor
 from jaxllm.kv_tiers.disk.folder import open_root
-from tests.helpers.disk_engine import FILE_BYTES, NAMES, files
+from tests.kv_tiers.disk_engine import FILE_BYTES, NAMES, files
 
 # Room
 
@@ -105,7 +105,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from jaxllm.kv_tiers.disk import block_file
-from tests.helpers.disk_engine import Engine, MODEL
+from tests.kv_tiers.disk_engine import Engine, MODEL
 slow = block_file.write_all
 def torn(descriptor, buffer):
     slow(descriptor, buffer[: len(buffer) // 3 // 4096 * 4096])

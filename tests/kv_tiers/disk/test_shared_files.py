@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from jaxllm.kv_tiers.disk import block_file, folder, janitor, store
-from tests.helpers.disk_engine import FILE_BYTES, NAMES, files
 from tests.kv_tiers.disk.test_store import failing
+from tests.kv_tiers.disk_engine import FILE_BYTES, NAMES, files
 
 CONTENT_BYTES = FILE_BYTES
 """Size of one content including its header: such a file has nothing else."""

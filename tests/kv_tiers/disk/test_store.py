@@ -18,7 +18,7 @@ from jaxllm.kv_tiers.disk.block_file import PAGE_BYTES
 from jaxllm.kv_tiers.disk.folder import open_root
 from jaxllm.kv_tiers.disk.store import DiskStore
 from jaxllm.kv_tiers.pace import Pace
-from tests.helpers.disk_engine import BLOCK_BYTES, FILE_BYTES, MODEL, NAMES, NUM_SLOTS, Memory, files
+from tests.kv_tiers.disk_engine import BLOCK_BYTES, FILE_BYTES, MODEL, NAMES, NUM_SLOTS, Memory, files
 
 
 def test_contents_come_back_whole_also_to_another_engine(make: Any, tmp_path: Path) -> None:

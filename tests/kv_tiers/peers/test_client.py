@@ -26,7 +26,7 @@ from jaxllm.kv_tiers.peers.peer import Peer
 from jaxllm.kv_tiers.peers.peer_store import PeerStore
 from jaxllm.kv_tiers.peers.server import socket_name
 from jaxllm.kv_transfer import KVTransfer
-from tests.helpers.fake_memory import BLOCK_BYTES, FakeMemory, Prefill, identity, names_of, prefill
+from tests.kv_tiers.fake_memory import BLOCK_BYTES, FakeMemory, Prefill, identity, names_of, prefill
 
 SUMS = b"\1" * 24
 NAMES = names_of(3)
@@ -517,7 +517,7 @@ def test_requests_cannot_have_an_engine_connect_everywhere(memory: FakeMemory, m
 
 IN_A_PROCESS = """
 import sys, time
-from tests.helpers.fake_memory import Prefill
+from tests.kv_tiers.fake_memory import Prefill
 engine = Prefill(is_shared=sys.argv[1] == "shared memory")
 lease = engine.lease(6)
 print(engine.target.engine_id, engine.target.port, lease.number, flush=True)

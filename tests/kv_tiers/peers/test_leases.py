@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxllm.kv_tiers.peers.leases import CLOSED_SECONDS, LEASE_SECONDS, Lease, Leases, NoLeaseError
-from tests.helpers.fake_memory import names_of
+from tests.kv_tiers.fake_memory import names_of
 
 
 class Clock:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from jaxllm import env
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.kv_tiers import fingerprint
-from jaxllm.kv_tiers.peers import client, peer_store
+from jaxllm.kv_tiers.peers import client, peer_store, server
 from jaxllm.kv_tiers.peers.server import Server
 from jaxllm.kv_transfer import read_kv_transfer
 from jaxllm.request import ErrorKind, FinishReason
@@ -216,6 +217,33 @@ def test_idle_connections_are_closed(one: Runner, monkeypatch: pytest.MonkeyPatc
         wait_until(lambda: server_of(prefill).num_connections == 0)
         again = prompt_of(90, 6)
         assert decode.decode(again, prefill.prefill(again))[1].num_cached_tokens == 80
+
+
+@pytest.mark.slow
+def test_engines_that_met_stay_connected_until_one_ends(one: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(peer_store, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(server, "SILENCE_SECONDS", 0.5)
+    with pair() as (prefill, decode):
+        store, address = decode.core._tiers[0]._stores._stores[0], prefill.core.prefill_address
+        assert address is not None and decode.core.prefill_address is None
+        decode.core.meet(replace(address, remote_engine_id=None))  # nobody's address
+        assert not store._peers
+        decode.core.meet(address)
+        decode.core.meet(address)
+        ((peer, _),) = store._peers.values()
+        wait_until(lambda: peer.mapped_region is not None, "its memory is not read where it is")
+        threading.Event().wait(0.8)  # longer than either end keeps what is idle
+        assert store._peers and next(iter(store._peers.values()))[0] is peer and not peer.is_left
+        prompt = prompt_of(90, 15)
+        tokens, output = decode.decode(prompt, prefill.prefill(prompt))
+        assert tokens == one.run(prompt)[0] and output.num_cached_tokens == 80
+        decode.core.reset_prefix_cache()
+        wait_until(lambda: bool(store._peers) and next(iter(store._peers.values()))[0] is not peer, "it is not met again")
+        server_of(prefill).close()
+        wait_until(lambda: not store._peers and not store._met and not store._closing, "it holds what has ended")
+        decode.core.meet(address)
+        wait_until(lambda: not store._met, "it goes on with an engine that has ended")
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from jaxllm.scheduler_output import NOT_FINITE, ModelRunnerOutput, SchedulerOutp
 from tests.helpers import fake_runner
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
 from tests.helpers.fake_runner import MISLED, FakeRunner, digests
-from tests.helpers.fake_store import FakeStore
 from tests.helpers.slow import slow_except
+from tests.kv_tiers.fake_store import FakeStore
 from tests.kv_tiers.test_random_tiers import HOST_CHOICES, OTHERS
 from tests.scheduler import test_random_schedules
 

@@ -15,8 +15,8 @@ from jaxllm.kv_tiers.peers.prefill_tier import PrefillTier
 from jaxllm.request import Request
 from jaxllm.scheduler.scheduler import Scheduler
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
-from tests.helpers.fake_store import FakeStore
 from tests.helpers.slow import slow_except
+from tests.kv_tiers.fake_store import FakeStore
 from tests.kv_tiers.test_random_tiers import HOST_CHOICES, OTHERS
 from tests.scheduler.test_random_schedules import run_load
 

@@ -18,8 +18,8 @@ from jaxllm.kv_tiers.peers import messages, server
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.client import Connection, RefusedError
 from jaxllm.kv_tiers.peers.messages import Attach, Code, Done, Hello, Map, Proof, Pull, Renew
-from tests.helpers.fake_memory import BLOCK_BYTES, SLOT_BYTES, FakeMemory, Prefill, connected, identity, names_of, prefill
 from tests.helpers.waiting import wait_until
+from tests.kv_tiers.fake_memory import BLOCK_BYTES, SLOT_BYTES, FakeMemory, Prefill, connected, identity, names_of, prefill
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -95,13 +95,20 @@ class Arena:
     def open(self) -> None:
         """Take the memory. Raises ConfigError."""
         try:
-            memory = self._shared_memory() if self._is_shared else _private_memory(self.num_bytes)
+            self._bytes = np.frombuffer(self._take(), np.uint8)
         except OSError as error:
-            raise ConfigError(f"kv_offloading_size is {self.num_bytes / 2**30:.3g} GiB: {error.strerror}; lower it") from error
-        self._bytes = np.frombuffer(memory, np.uint8)
+            self._close_descriptor()
+            raise ConfigError(
+                f"kv_offloading_size is {self.num_bytes / 2**30:.3g} GiB: the system gives no {self.num_bytes} bytes ({error.strerror}); "
+                "lower it, or leave it out"
+            ) from error
         own = self._region(self._bytes)
         self.words, self.sums = own.words, own.sums
         """uint32 [slots, parts, words] and [slots, parts, sums]"""
+
+    def _take(self) -> mmap.mmap:
+        """Memory for all slots. Raises OSError."""
+        return self._shared_memory() if self._is_shared else _private_memory(self.num_bytes)
 
     def _region(self, memory: np.ndarray) -> Region:
         format, slots = self._format, memory.view(np.uint32).reshape(-1, self.slot_bytes // WORD_BYTES)
@@ -148,6 +155,9 @@ class Arena:
     def close(self) -> None:
         """Give the memory back, once no other process maps it."""
         del self._bytes, self.words, self.sums
+        self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None

@@ -1,6 +1,7 @@
 """Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads meanwhile."""
 
 import contextlib
+import functools
 import mmap
 import threading
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from jaxllm.device_errors import is_out_of_memory
 from jaxllm.device_ops import CopyBlocks, DeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.parallel.arrays import delete
 from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies import programs
@@ -161,9 +164,9 @@ class BlockCopier(OpRunner):
         """See OpRunner. Takes host memory, for which large sizes need seconds. Raises ConfigError for what is wrong at first sight."""
         if self._is_on_gpus:
             check_client()
-        thread = WorkerThread("kv-memory")
         self.arena.open()
         try:
+            thread = WorkerThread("kv-memory")
             if self._is_on_gpus:
                 thread.submit(partial(check_locking, self.arena.num_bytes, self._ordinals[0])).result()
         except BaseException:
@@ -177,18 +180,37 @@ class BlockCopier(OpRunner):
         self.arena, self._opening, other._opening = other.arena, other._opening, None
 
     def allocate(self) -> None:
-        """See OpRunner. What is in the slots stays right."""
+        """See OpRunner. What is in the slots stays right. Raises OutOfMemoryError if devices have too little memory."""
         if self._transfer is None:
             if self._opening is None:
                 self.begin()
             assert self._opening is not None
             with self._runner.times.part("host memory"):
                 self._transfer = self._opening.result()
-            self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
             SHORT_TURNS.begin()
+            self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
+        try:
+            for _ in range(self.num_staging):
+                self._staging.append(self._new_staging())
+        except Exception as error:
+            delete(self._staging)
+            self._staging = []
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"the device has no memory for {self.num_staging} buffers of {self._staging_bytes / 2**20:.3g} MiB, through which blocks "
+                f"are copied to host memory ({_first_line(error)}); lower gpu_memory_utilization, or leave kv_offloading_size out"
+            ) from error
+
+    def _new_staging(self) -> jax.Array:
+        """A zeroed staging buffer, once the devices have it."""
         shape = Gather(self.format.num_copies).staging(self._runner.shapes)
-        zeros = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=shape.sharding)
-        self._staging = jax.block_until_ready([zeros() for _ in range(self.num_staging)])
+        return jax.block_until_ready(_zeros(shape.shape, shape.dtype, shape.sharding)())
+
+    @property
+    def _staging_bytes(self) -> int:
+        """Bytes of a staging buffer on each device."""
+        return programs.staging_bytes(self.format)
 
     def _open(self) -> Transfer:
         """Take the memory of the arena, which is open."""
@@ -283,6 +305,15 @@ class BlockCopier(OpRunner):
         else:
             no_sums = np.zeros((self.format.num_devices, 0, self.format.num_sums), np.uint32)
             programs.scatter(self._runner, program, key.size, [], staging, no_sums)
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: Any, place: NamedSharding) -> Callable[[], jax.Array]:
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=place)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _fail(error: Exception) -> NoReturn:
