@@ -14,34 +14,15 @@ from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Activation
 from pallas_kernels.quantize import Quantized, Sums, scaled, silu_up_quantize
 
-_LOG_OF_TAIL = (
-    -0.693147103,
-    -0.797888896,
-    -0.318271547,
-    -0.0364669644,
-    0.00500806269,
-    -0.000179474123,
-    -9.43797009e-05,
-    2.00460728e-05,
-    -1.36273467e-06,
-)
-"""A polynomial for the logarithm of the probability that a normal number is above t, 0 ≤ t ≤ _FARTHEST: with it `gelu` is off by 1e-8 at
-most before float32 rounds, and by 1e-7 of x near 0."""
-_FARTHEST = 7.0
-"""The probability is 1e-12 there, and nothing further out."""
-
 
 def gelu(x: Array) -> Array:
-    """x times the probability that a normal number is below it, in float32 and returned in the type of x. Source: arXiv:1606.08415.
+    """x times the probability that a normal number is below it, in float32 and returned in the type of x, as PyTorch has it. Source:
+    arXiv:1606.08415.
 
-    Not `jax.nn.gelu`, nor by erf: their arithmetic takes a GPU 3.3 and 1.7 times as long as reading and writing x.
+    By erf: `jax.nn.gelu` takes erfc, whose arithmetic takes a GPU twice as long.
     """
     wide = x.astype(jnp.float32)
-    distance = jnp.minimum(jnp.abs(wide), _FARTHEST)
-    log_of_tail = jnp.full_like(wide, _LOG_OF_TAIL[-1])
-    for coefficient in reversed(_LOG_OF_TAIL[:-1]):
-        log_of_tail = log_of_tail * distance + coefficient
-    return (jnp.maximum(wide, 0) - distance * jnp.exp(log_of_tail)).astype(x.dtype)
+    return (0.5 * wide * (1 + jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
 
 
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
