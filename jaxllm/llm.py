@@ -26,7 +26,7 @@ from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_calls import PoolingCalls
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import Progress
-from jaxllm.request_feed import AHEAD, LaterRequest, RequestFeed
+from jaxllm.request_feed import AHEAD, NUM_FIRST_STEPS, LaterRequest, RequestFeed
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxllm.text.chat_media import MediaRef, split_media
@@ -466,7 +466,7 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
         engine, options = self.llm_engine, self.llm_engine.config
         places: dict[str, int] = {}
         num_seats = (options.scheduler.max_num_seqs or 1) * options.parallel.data_parallel_size
-        feed = RequestFeed(requests, num_seats + AHEAD)
+        feed = RequestFeed(requests, num_seats + AHEAD, self._first_tokens(), lambda request: len(request.prompt_token_ids))
         try:
             while places or feed:
                 for place, request in feed.take(len(places)):
@@ -487,6 +487,15 @@ class LLM(PoolingCalls, LoraCalls, ControlCalls):
                 engine.abort_internal(places)
                 for internal_id in places:
                     self._strays.pop(internal_id, None)
+
+    def _first_tokens(self) -> int | None:
+        """Tokens of the prompts that fill the first steps in flight: the engine gets the others while the device computes these. None:
+        it needs all at once, because it does not take them in order."""
+        options = self.llm_engine.config
+        scheduler = options.scheduler
+        if scheduler.scheduling_policy == "priority" or scheduler.max_num_batched_tokens is None:
+            return None
+        return NUM_FIRST_STEPS * scheduler.max_step_tokens * options.parallel.data_parallel_size
 
     def _next_outputs(self, places: Mapping[str, int]) -> list[tuple[str, RequestOutput]]:
         """Run a step and return the outputs of these requests. Keeps the outputs of others for their own iterators."""

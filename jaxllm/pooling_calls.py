@@ -68,7 +68,8 @@ class PoolingCalls:
         """As `encode`; with what `make` returns for each output, called while the device computes later ones."""
         all_prompts = prompt_list(prompts)
         params_list = one_each(pooling_params or PoolingParams(), len(all_prompts), "pooling_params")
-        tasks = [_with_task(params, task) for params in params_list]
+        with_task = {id(params): _with_task(params, task) for params in params_list}  # often one for all
+        tasks = [with_task[id(params)] for params in params_list]
         requests = self._requests_or_later(all_prompts, tasks, None, lora_request)
         return self._finish(requests, use_tqdm, make=make)
 

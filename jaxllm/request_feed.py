@@ -10,6 +10,8 @@ from jaxllm.errors import InvalidRequestError
 
 AHEAD = 32
 """Prompts that are prepared before the engine has room for them. A call with at most so many that have images prepares all at first."""
+NUM_FIRST_STEPS = 3
+"""Steps that the first requests are to fill: as many as are in flight at a time."""
 NUM_THREADS = 8
 """Threads that read what prompts name and wait for its preparation."""
 
@@ -31,8 +33,15 @@ class LaterRequest(Generic[Request]):
 class RequestFeed(Generic[Request]):
     """The requests of a call that the engine does not have yet, each with its place in the call. Closing it ends its threads."""
 
-    def __init__(self, requests: "Sequence[Request | LaterRequest[Request]]", max_unfinished: int):
-        """max_unfinished: how many requests of this call the engine may have when it gets one that is made later."""
+    def __init__(
+        self,
+        requests: "Sequence[Request | LaterRequest[Request]]",
+        max_unfinished: int,
+        first_tokens: int | None = None,
+        num_tokens: Callable[[Request], int] = lambda request: 0,
+    ):
+        """max_unfinished: how many requests of this call the engine may have when it gets one that is made later.
+        first_tokens: it first gets no more than the requests with so many tokens, the others while it computes these; None: all."""
         self._count, self._max_unfinished = len(requests), max_unfinished
         self._ready: deque[tuple[int, Request]] = deque()
         later: list[tuple[int, LaterRequest[Request]]] = []
@@ -41,6 +50,7 @@ class RequestFeed(Generic[Request]):
                 later.append((place, request))
             else:
                 self._ready.append((place, request))
+        self._first_tokens, self._num_tokens = first_tokens, num_tokens
         self._later = deque(sorted(later, key=lambda each: each[1].priority))
         self._started: dict[Future[Any], tuple[int, LaterRequest[Request]]] = {}
         """In the order in which they were started."""
@@ -55,8 +65,14 @@ class RequestFeed(Generic[Request]):
 
         Raises the error of a request that cannot be made.
         """
+        room, self._first_tokens = self._first_tokens, None
         while self._ready:
-            yield self._ready.popleft()
+            if room is not None and room <= 0:
+                return
+            place, request = self._ready.popleft()
+            if room is not None:
+                room -= self._num_tokens(request)
+            yield place, request
             num_unfinished += 1
         while num_unfinished < self._max_unfinished:
             self._start()

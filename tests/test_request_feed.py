@@ -56,3 +56,8 @@ def test_an_error_names_the_prompt() -> None:
         while len(feed):
             [*feed.take(0)]
     feed.close()
+
+
+def test_the_first_requests_are_those_that_fill_some_tokens():
+    feed = RequestFeed([3, 2, 4, 1], max_unfinished=9, first_tokens=5, num_tokens=lambda request: request)
+    assert [list(feed.take(0)), list(feed.take(2)), len(feed)] == [[(0, 3), (1, 2)], [(2, 4), (3, 1)], 0]

@@ -1,6 +1,6 @@
 """Sampling scalars of each row of a batch: one int32 vector per request, typed arrays on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -55,18 +55,21 @@ _COLUMNS: dict[str, tuple[str, float, Callable[[SamplingParams], float]]] = {
 NUM_COLUMNS = len(_COLUMNS)
 
 
-def _word(value: float, dtype: str) -> np.ndarray:
-    return np.array(value, dtype).view(np.int32)
+_RECORD = np.dtype([(name, dtype) for name, (dtype, _, _) in _COLUMNS.items()])
+
+
+def _words(values: Iterable[float]) -> np.ndarray:
+    return np.array([tuple(values)], _RECORD).view(np.int32)
 
 
 # Words are XORed with the neutral ones, so that a row of zeros (padding) is neutral.
-_NEUTRAL = np.array([_word(neutral, dtype) for dtype, neutral, _ in _COLUMNS.values()])
+_NEUTRAL = _words(neutral for _, neutral, _ in _COLUMNS.values())
 
 
 def pack_columns(params: SamplingParams) -> np.ndarray:
     """int32[NUM_COLUMNS] of a request, whose seed must be set unless it is greedy."""
     assert params.seed is not None or params.is_greedy, "the input processor gives every request a seed"
-    return np.array([_word(read(params), dtype) for dtype, _, read in _COLUMNS.values()]) ^ _NEUTRAL
+    return _words(read(params) for _, _, read in _COLUMNS.values()) ^ _NEUTRAL
 
 
 def unpack_columns(columns_RC: jax.Array) -> SamplingColumns:
