@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_checks.lowered import DEVICE_KIND, header
+from scripts.gpu_checks.lowered import header
 from scripts.gpu_checks.record import OPS_OF_CASES
 
 PLAIN = ("xla", "reference")
@@ -18,7 +18,10 @@ def carry(records: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]
     Raises SystemExit if a kernel differs, or if `before` is not of the verified sources and the same version of JAX.
     """
     (old_header, old), (new_header, new) = _read(before), _read(now)
-    record = records[DEVICE_KIND]
+    device_kind = new_header["device"]
+    record = records[device_kind]
+    if old_header["device"] != device_kind:
+        raise SystemExit(f"{before} is of an {old_header['device']}, {now} of an {device_kind}")
     if new_header["ops"] != header()["ops"]:
         raise SystemExit(f"{now} is not of these sources")
     if not old_header["jax"] == new_header["jax"] == record["versions"]["jax"]:
@@ -39,7 +42,7 @@ def carry(records: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]
         verified_as = first["verified"] if first.get("now") == record["ops"][op] else record["ops"][op]
         num_new = sum(OPS_OF_CASES[name.split(":")[0]] == op and name not in old for name in new)
         carried[op] = {"verified": verified_as, "now": ops[op], "programs": len(group), "new": num_new}
-    return {**records, DEVICE_KIND: {**record, "ops": ops, "carried": carried}}
+    return {**records, device_kind: {**record, "ops": ops, "carried": carried}}
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

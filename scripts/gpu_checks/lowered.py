@@ -1,6 +1,7 @@
 """The programs of an op's check cases as they are lowered for a GPU, without one: whether another source makes the same ones.
 
-python scripts/gpu_checks/lowered.py attention     a line of JSON for each case and variant of the sources in the working directory
+python scripts/gpu_checks/lowered.py attention               a line of JSON for each case and variant of the sources in the working
+                                                             directory; DEVICE_KIND="NVIDIA H100 80GB HBM3" for another GPU
 """
 
 import hashlib
@@ -14,8 +15,8 @@ from typing import Any
 
 BYTECODE = b"ML\xefR"
 """How a kernel in a program begins: MLIR's bytecode."""
-DEVICE_KIND, NUM_CORES = "NVIDIA H200", 132
-"""Platform that programs are lowered for."""
+DEVICE_KIND, NUM_CORES = os.environ.get("DEVICE_KIND", "NVIDIA H200"), 132
+"""Platform that programs are lowered for. The kinds with a record have as many cores."""
 CONFIG = "mhlo.backend_config"
 COUNTED = "mosaic_gpu.dump_basename"
 """A name that counts the kernels lowered so far."""
@@ -80,7 +81,11 @@ def header() -> dict[str, Any]:
     """Versions and sources of the programs."""
     from pallas_kernels import verified
 
-    return {"jax": importlib.metadata.version("jax"), "ops": {op: verified.source_digest(op) for op in verified.OPS}}
+    return {
+        "device": DEVICE_KIND,
+        "jax": importlib.metadata.version("jax"),
+        "ops": {op: verified.source_digest(op) for op in verified.OPS},
+    }
 
 
 if __name__ == "__main__":

@@ -140,9 +140,9 @@ def test_a_source_that_makes_the_same_kernels_stays_verified(tmp_path, monkeypat
     record_then = {"versions": {"jax": "1"}, "ops": {"lora": "then", "sampling": "x"}, "parts": {}, "date": "", "commit": ""}
     monkeypatch.setattr(carrying, "header", lambda: {"ops": {"lora": now}})
 
-    def write(name: str, digest: str, *programs: tuple[str, str], jax: str = "1"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(line) + "\n" for line in ({"jax": jax, "ops": {"lora": digest}}, *programs)))
+    def write(name: str, digest: str, *programs: tuple[str, str], jax: str = "1", device: str = "NVIDIA H200"):
+        path, header = tmp_path / name, {"device": device, "jax": jax, "ops": {"lora": digest}}
+        path.write_text("".join(json.dumps(line) + "\n" for line in (header, *programs)))
         return path
 
     kernel, plain = ("lora: a: triton", "same"), ("lora: a: xla", "then")
@@ -164,8 +164,9 @@ def test_a_source_that_makes_the_same_kernels_stays_verified(tmp_path, monkeypat
         (write("gone", now, ("lora: b: triton", "same")), "1 of 1 programs of lora differ"),
         (write("version", now, kernel, jax="2"), "JAX 1 and 2"),
         (write("source", "other", kernel), "not of these sources"),
+        (write("device", now, kernel, device="NVIDIA H100"), "is of an NVIDIA H200"),
     ):
         with pytest.raises(SystemExit, match=said):
-            carrying.carry({"NVIDIA H200": record_then}, before, wrong)
+            carrying.carry({"NVIDIA H200": record_then, "NVIDIA H100": record_then}, before, wrong)
     with pytest.raises(SystemExit, match="not of the source of lora that was verified"):
         carrying.carry({"NVIDIA H200": record_then}, write("another", "another", kernel), after)
