@@ -137,7 +137,7 @@ class Reference:
             found = cls(copy.deepcopy(model).double())
             low = cls(model)
             rounding = max(np.abs(found.logprobs(prompt) - low.logprobs(prompt)).max() for prompt in prompts)
-            if rounding < make_goldens.LARGEST_ROUNDING:
+            if rounding < TOLERANCE / 2:
                 break
         make_goldens.save(model, directory)
         return found

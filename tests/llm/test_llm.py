@@ -41,6 +41,22 @@ def test_answers_come_in_the_order_of_the_prompts(model_directory: Path) -> None
     assert all(output.finished for output in outputs) and is_clean(llm)
 
 
+@pytest.mark.parametrize("policy, num_first", [("fcfs", 6), ("priority", 9)])
+def test_the_first_step_begins_with_the_prompts_that_fill_the_steps_in_flight(
+    model_directory: Path, policy: str, num_first: int
+) -> None:
+    llm = llm_of(model_directory, scheduling_policy=policy, max_num_batched_tokens=32, enable_chunked_prefill=True)
+    counts: list[int] = []
+
+    def step() -> list[EngineCoreOutput]:
+        counts.append(llm.llm_engine.get_num_unfinished_requests())
+        return FakeEngineCore.step(core_of(llm))
+
+    llm.llm_engine.core.step = step  # type: ignore[method-assign]
+    assert len(llm.generate([[5] * 16] * 9, LONG, use_tqdm=False)) == 9
+    assert counts[0] == num_first and is_clean(llm)
+
+
 def test_prompts_of_every_form(model_directory: Path) -> None:
     llm = llm_of(model_directory)
     ids = llm.get_tokenizer().encode("hi")
