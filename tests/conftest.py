@@ -32,7 +32,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     flags_of = {  # a version aborts at a flag that it does not know
         "0.10": "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false",
-        "0.11": "--xla_cpu_parallel_codegen_split_count=1",
+        "0.11": "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
     }
     os.environ.setdefault("XLA_FLAGS", flags_of.get(".".join(version("jaxlib").split(".")[:2]), ""))
 

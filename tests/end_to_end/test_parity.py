@@ -131,48 +131,20 @@ def test_other_engines(name, options):
     core.shutdown()
 
 
+IN_CHUNKS = {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "token_buckets": (16,)}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 1}
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("llama4", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}),  # three chunks
-        ("step3p7", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 24}),
-        (
-            "kimi_linear",
-            {
-                "tensor_parallel_size": 2,
-                "max_num_batched_tokens": 16,
-                "num_gpu_blocks_override": 14,
-                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            },
-        ),
-        (
-            "ling_3",
-            {
-                "tensor_parallel_size": 2,
-                "max_num_batched_tokens": 16,
-                "num_gpu_blocks_override": 14,
-                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            },
-        ),
-        (
-            "mistral_large_3",
-            {
-                "tensor_parallel_size": 2,
-                "max_num_batched_tokens": 16,
-                "num_gpu_blocks_override": 12,
-                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            },
-        ),
-        (
-            "ling_2_5",
-            {
-                "tensor_parallel_size": 2,
-                "max_num_batched_tokens": 16,
-                "num_gpu_blocks_override": 14,
-                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            },
-        ),
+        ("llama4", {**IN_CHUNKS, "num_gpu_blocks_override": 12}),  # three chunks
+        ("step3p7", {**IN_CHUNKS, "num_gpu_blocks_override": 24}),
+        ("kimi_linear", {**IN_CHUNKS, "num_gpu_blocks_override": 14, "speculative_config": DRAFTS}),
+        ("ling_3", {**IN_CHUNKS, "num_gpu_blocks_override": 14, "speculative_config": DRAFTS}),
+        ("mistral_large_3", {**IN_CHUNKS, "num_gpu_blocks_override": 12, "speculative_config": DRAFTS}),
+        ("ling_2_5", {**IN_CHUNKS, "num_gpu_blocks_override": 14, "speculative_config": DRAFTS}),
     ],
 )
 def test_live_against_transformers(name, options, tmp_path):

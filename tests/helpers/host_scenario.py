@@ -55,9 +55,21 @@ def answers(core: EngineCore, directory: Path) -> list[list[int]]:
     return found
 
 
+def go_on(core: EngineCore, prompt: list[int]) -> None:
+    """Print tokens, generate until the engine dies, and print how. Lines begin with "> "."""
+    num_compiled = core.num_compiled_after_warmup  # what came before may have come before its programs
+    try:
+        for number in range(1_000_000):
+            done = engines.run(core, [engines.request(str(number), prompt, max_tokens=8)])
+            if not number:
+                assert core.num_compiled_after_warmup == num_compiled
+                print(">", json.dumps(done["0"].tokens), flush=True)
+    except EngineDeadError as error:
+        print(">", json.dumps({"error": str(error), "at": time.time()}), flush=True)
+
+
 def main() -> None:
-    """Print the answers, where there are adapters; with "on" or without adapters generate then until the engine dies, and print how.
-    Lines begin with "> "."""
+    """Print the answers, where there are adapters, in a line that begins with "> "; with "on" or without adapters go on then."""
     directory, more, is_last = Path(sys.argv[1]), json.loads(sys.argv[2]), "on" not in sys.argv[3:]
     core = EngineCore(EngineConfig.from_options(**{**options(directory), **more}))
     if core.adapters is not None:
@@ -65,15 +77,7 @@ def main() -> None:
         if is_last:
             core.shutdown()
             return
-    num_compiled = core.num_compiled_after_warmup  # the answers may have come before their programs
-    try:
-        for number in range(1_000_000):
-            done = engines.run(core, [engines.request(str(number), PROMPTS[0], max_tokens=8)])
-            if not number:
-                assert core.num_compiled_after_warmup == num_compiled
-                print(">", json.dumps(done["0"].tokens), flush=True)
-    except EngineDeadError as error:
-        print(">", json.dumps({"error": str(error), "at": time.time()}), flush=True)
+    go_on(core, PROMPTS[0])
 
 
 if __name__ == "__main__":

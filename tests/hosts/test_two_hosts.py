@@ -95,9 +95,10 @@ def test_two_hosts_compute_what_one_device_does_and_a_host_0_that_dies_ends_both
         check_death(hosts, 0, directory, TOKENS)
 
 
-def test_stages_on_two_hosts_compute_what_one_device_does(directory):
-    """Requests of every kind, with preemptions, cached prefixes and sleep."""
-    with two_hosts(stage_scenario, directory, num_devices=1, pipeline_parallel_size=2) as hosts:
+def test_stages_on_two_hosts_compute_what_one_device_does_and_a_host_1_that_dies_ends_both(directory):
+    """Requests of every kind, with preemptions, cached prefixes and sleep. Stages of two devices: test_ray.py; with adapters:
+    tests/pipeline."""
+    with two_hosts(stage_scenario, directory, "on", num_devices=1, pipeline_parallel_size=2) as hosts:
         one = EngineCore(EngineConfig.from_options(**stage_scenario.options(directory)))
         wanted = stage_scenario.answers(one)
         one.shutdown()
@@ -106,7 +107,7 @@ def test_stages_on_two_hosts_compute_what_one_device_does(directory):
         assert found.keys() == wanted.keys()
         for name, numbers in wanted.items():
             np.testing.assert_allclose(found[name], numbers, atol=1e-4, err_msg=name)
-        assert [process.wait(60) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
+        check_death(hosts, 1, directory, goldens.golden(stage_scenario.NAME).results[0].tokens[:8])
 
 
 def test_images_on_two_hosts_are_those_of_one_device(tmp_path):
@@ -143,13 +144,6 @@ def test_ranks_on_two_hosts_compute_what_one_device_does(directory, of_one_devic
             for name, numbers in of_one_device.items():
                 np.testing.assert_allclose(found[name], numbers, atol=1e-4, err_msg=name)
         assert [process.wait(60) for process in hosts] == [0, 0], [path.read_text() for path in directory.glob("host?")]
-
-
-def test_two_stages_compute_what_one_device_does_and_a_host_1_that_dies_ends_both(directory):
-    """Each host has two devices. Requests of every kind and adapters: tests above; adapters in stages: tests/pipeline."""
-    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background", "enable_lora": False}
-    with two_hosts(host_scenario, directory, "on", **layout) as hosts:
-        check_death(hosts, 1, directory, TOKENS)
 
 
 def check_death(hosts: "list[subprocess.Popen[str]]", killed: int, directory: Path, tokens: list[int]) -> None:
