@@ -1,4 +1,4 @@
-"""Copies blocks of the KV cache to host memory and back, as operations of plans, for tiers of the prefix cache (`jaxllm.kv_tiers`)."""
+"""Copies blocks of the KV cache to host memory and back, as operations of plans, for tiers of the prefix cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
