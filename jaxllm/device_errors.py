@@ -60,7 +60,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_pool(error: BaseException) -> bool:
-    """Whether JAX's own pool had too little, rather than the device beside it."""
+    """Whether JAX's own pool had too little, not the rest of the device's memory."""
     return _has(_texts(error), _OUT_OF_POOL)
 
 

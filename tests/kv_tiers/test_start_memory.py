@@ -25,7 +25,7 @@ STAGING = (
 
 
 class Held:
-    """What this process holds: arrays, threads of tiers, files and memory without a name."""
+    """The arrays, threads of tiers, and memory without a name of this process."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -38,7 +38,7 @@ class Held:
         return threads, sum("jaxllm-kv" in link for link in map(_link, Path("/proc/self/fd").iterdir()))
 
     def check(self) -> None:
-        """Nothing more than before; threads end after what they were told."""
+        """Nothing more than before; threads end a little later."""
         assert all(id(array) in self._arrays or array.is_deleted() for array in jax.live_arrays())
         wait_until(lambda: self._others() == self._before, f"{self._others()}, not {self._before}", 5)
         assert sys.getswitchinterval() == self._switch_interval

@@ -227,7 +227,7 @@ def test_engines_that_met_stay_connected_until_one_ends(one: Runner, monkeypatch
     with pair() as (prefill, decode):
         store, address = decode.core._tiers[0]._stores._stores[0], prefill.core.prefill_address
         assert address is not None and decode.core.prefill_address is None
-        decode.core.meet(replace(address, remote_engine_id=None))  # nobody's address
+        decode.core.meet(replace(address, remote_engine_id=None))  # the address of no engine
         assert not store._peers
         decode.core.meet(address)
         decode.core.meet(address)

@@ -1,4 +1,4 @@
-"""Copies blocks of the KV cache to host memory and back, as operations of plans, for tiers of the prefix cache (`jaxllm.kv_tiers`)."""
+"""Copies blocks of the KV cache to host memory and back, as operations of plans, for tiers of the prefix cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,10 @@ MIN_BUFFERS, MAX_BUFFERS = 4, 16
 """Fewest and most staging buffers."""
 _SHARE = 0.02
 """Largest share of a device's memory, for more than the fewest."""
-_BUFFERS_BESIDE = 3
-"""Buffers in addition to those for the blocks of a step, for loads and for stores of blocks that leave unforeseen."""
+_BUFFERS_BESIDE = 8
+"""Buffers in addition to those for the blocks of a step, for loads and for stores of blocks that leave unforeseen. What was loaded enters
+the cache between steps alone, so loads get on by at most so many buffers a step, and a step that computes prompts takes as long as twenty
+copies of a buffer."""
 
 
 @dataclass(frozen=True)
