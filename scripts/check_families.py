@@ -128,18 +128,20 @@ class Reference:
 
     @classmethod
     def saved(cls, name: str, directory: Path, prompts: Sequence[list[int]]) -> "Reference":
-        """With the first seed that float32 hardly rounds; its checkpoint is written to the directory."""
+        """With the first seed that float32 rounds little, else the least of some; its checkpoint is written to the directory."""
         import torch
 
         torch.set_grad_enabled(False)
+        least = np.inf
         for seed in range(1, 20):
             model = make_goldens.random_model(tiny_configs.VARIANTS[name], seed=seed, scale=0.3)
-            found = cls(copy.deepcopy(model).double())
-            low = cls(model)
-            rounding = max(np.abs(found.logprobs(prompt) - low.logprobs(prompt)).max() for prompt in prompts)
-            if rounding < TOLERANCE / 2:
+            exact, low = cls(copy.deepcopy(model).double()), cls(model)
+            rounding = max(np.abs(exact.logprobs(prompt) - low.logprobs(prompt)).max() for prompt in prompts)
+            if rounding < least:
+                least, found, chosen = rounding, exact, model
+            if least < TOLERANCE / 2:
                 break
-        make_goldens.save(model, directory)
+        make_goldens.save(chosen, directory)
         return found
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
