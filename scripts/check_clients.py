@@ -32,7 +32,13 @@ CLIENTS = {
 HERE = Path(__file__).resolve().parent
 MAX_START_SECONDS, MAX_INSTALL_SECONDS, MAX_CLIENT_SECONDS = 120, 300, 300
 SERVE = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
-FEW_PROGRAMS = "--max-num-seqs 8 --decode-buckets 8 --max-num-batched-tokens 256 --token-buckets 256 --warmup lazy".split()
+FEW_PROGRAMS = [
+    "--max-num-seqs=8",
+    "--decode-buckets=8",
+    "--max-num-batched-tokens=256",
+    "--token-buckets=256",
+    "--warmup=lazy",
+]
 """Most of the time would be spent compiling."""
 
 
