@@ -15,6 +15,7 @@ from jaxllm.errors import EngineDeadError, EngineError, InvalidRequestError, Rep
 from jaxllm.kv_transfer import KVTransfer
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.replicas import core
 from jaxllm.replicas.prefill_decode import PrefillDecode
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Grammar
 from jaxllm.request_options import RequestOptions
@@ -426,7 +427,8 @@ def test_errors_of_the_second_leg_reach_the_caller() -> None:
     with_fleet(test)
 
 
-def test_decode_engines_meet_prefill_engines_before_the_first_request() -> None:
+def test_decode_engines_meet_prefill_engines_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "JOIN_SECONDS", 0.01)  # control calls have no answer
     first, second, third = (KVTransfer(remote_engine_id=name, host="127.0.0.1", port=1) for name in "abc")
 
     async def test(fleet: Fleet) -> None:
@@ -436,7 +438,7 @@ def test_decode_engines_meet_prefill_engines_before_the_first_request() -> None:
         fleet.clients[1].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
         fleet.clients[3].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
         while fleet.core._states != ["serving"] * 4:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         assert met == [[], [], [first, second, third], [first, second, first, third]]
 
     with_fleet(test, addresses=[first, second])
