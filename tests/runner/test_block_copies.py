@@ -21,16 +21,14 @@ from jaxllm.config import EngineConfig
 from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.models.load_config import load_model_config
 from jaxllm.runner.block_format import BlockFormat, checksums
-from jaxllm.runner.features.block_copies import _buffer_bytes, cuda
 from jaxllm.runner.features.block_copies import arena as arena_module
+from jaxllm.runner.features.block_copies import cuda
 from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, check_memory, check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
-from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather
+from jaxllm.runner.features.block_copies.programs import Gather
 from jaxllm.runner.features.block_copies.transfer import Waiting
-from jaxllm.runner.memory import whole_cache
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.scheduler_output import SchedulerOutput
 from tests.helpers import goldens
@@ -548,18 +546,6 @@ def test_memory_is_unlocked_where_a_stream_cannot_be_made(monkeypatch: pytest.Mo
     with pytest.raises(CudaError, match="cudaStreamCreateWithFlags failed"):
         cuda_copies(monkeypatch, 1)
     assert not made[0].locked
-
-
-@pytest.mark.parametrize(
-    ("limit", "num_bytes"),
-    [(80 << 30, None), (40 << 30, int(0.02 * (40 << 30))), (1 << 30, 4 * STAGING_BYTES)],
-)
-def test_staging_buffers_have_room_for_a_step_and_for_loads_beside_it(limit: int, num_bytes: int | None) -> None:
-    model = load_model_config(goldens.golden("qwen3").directory)
-    config = EngineConfig.from_options(**SMALL, block_size=16, kv_offloading_size=1.0)
-    layout = whole_cache(config, model)
-    of_step = -(-config.scheduler.max_step_tokens // 16) * layout.block_bytes
-    assert _buffer_bytes(config, model, limit) == (num_bytes or of_step + 8 * STAGING_BYTES)
 
 
 def test_touching_reaches_every_page_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

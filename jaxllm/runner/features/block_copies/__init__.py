@@ -24,10 +24,8 @@ MIN_BUFFERS, MAX_BUFFERS = 4, 16
 """Fewest and most staging buffers."""
 _SHARE = 0.02
 """Largest share of a device's memory, for more than the fewest."""
-_BUFFERS_BESIDE = 8
-"""Buffers in addition to those for the blocks of a step, for loads and for stores of blocks that leave unforeseen. What was loaded enters
-the cache between steps alone, so loads get on by at most so many buffers a step, and a step that computes prompts takes as long as twenty
-copies of a buffer."""
+_BUFFERS_BESIDE = 3
+"""Buffers in addition to those for the blocks of a step, for loads and for stores of blocks that leave unforeseen."""
 
 
 @dataclass(frozen=True)
