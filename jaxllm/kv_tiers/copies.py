@@ -49,7 +49,7 @@ class StoreCopy:
     contents: list[Content]
     staging: int
     step_id: int
-    """That of the plan before whose step it was read: what was read is right once the steps before are done without error."""
+    """Once this step is done without error, what was read is right."""
 
 
 @dataclass(eq=False)

@@ -35,8 +35,8 @@ class HostTier:
     """Contents of blocks in slots of host memory.
 
     A store is a gather, by the next plan, and a copy behind it: its staging buffer is free when the copy is over, and its contents can be
-    loaded when the steps before that plan are done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan,
-    whose verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
+    loaded when the step of that plan is done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan, whose
+    verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
 
     Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged, or
     staged from slots that they lend.
@@ -67,7 +67,7 @@ class HostTier:
         self._gathering: dict[int, StoreCopy] = {}
         """Stores whose copy is under way, by its number."""
         self._stored: deque[StoreCopy] = deque()
-        """Stores whose copy is over, and of which the steps before may not be done."""
+        """Stores whose copy is over and whose step may not be done."""
         self._loads = Loads(copies, worth, self.contents, self._stores, self._numbers, self._free_staging)
         self._over: list[FinishedCopy] = []
         """Copies that are over and not processed. One that failed stays while its step is not done."""
@@ -172,7 +172,7 @@ class HostTier:
             self._over = []
             for copy in over:
                 self._take_in(copy)
-        while self._stored and self._stored[0].step_id - 1 <= done_step_id:
+        while self._stored and self._stored[0].step_id <= done_step_id:
             self._make_ready(self._stored.popleft().contents)
         if self._has_stores:
             self._stores.take_in()
@@ -183,17 +183,15 @@ class HostTier:
         return self._loads.stages()
 
     def wait_for_stores(self, num_tokens: int) -> None:
-        if not self._gathering or not (awaited := self._awaited_stores()):
+        if not self._gathering:
+            return
+        num_free = max(0, len(self._free_staging) - KEPT_FOR_LOADS) * self._copies.max_blocks
+        if num_free >= self.num_cold / STEPS_AHEAD:
             return
         deadline = time.monotonic() + WAIT_SHARE * self._worth.step_seconds(num_tokens)
-        while awaited - {copy.number for copy in self._over} and (left := deadline - time.monotonic()) > 0:
+        while self._gathering.keys() - {copy.number for copy in self._over} and (left := deadline - time.monotonic()) > 0:
             self._copies.wait(left)
             self._over += self._copies.finished()
-
-    def _awaited_stores(self) -> set[int]:
-        """The stores under way that should be over when the next plan is made."""
-        num_free = max(0, len(self._free_staging) - KEPT_FOR_LOADS) * self._copies.max_blocks
-        return set() if num_free >= self.num_cold / STEPS_AHEAD else {*self._gathering}
 
     def wait(self, seconds: float) -> None:
         self._copies.wait(seconds)

@@ -62,8 +62,8 @@ class CacheTier(Protocol):
 
     def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
         """These contents leave the pool in the step being planned. Returns what reads their blocks before that step writes them; nothing
-        for contents that it has, or does not want. What it reads is right once the steps before are done without error. used: those that
-        were found in the pool, and are likely to be asked for again."""
+        for contents that it has, or does not want. What it reads is right once that step is done without error. used: those that were found
+        in the pool, and are likely to be asked for again."""
 
     def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
         """As `store`, for contents that may stay for a while. Those that are not stored now are offered again."""

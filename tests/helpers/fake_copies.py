@@ -79,13 +79,11 @@ class FakeCopies:
         """Nothing waits."""
 
     def start_over(self, failed: Iterable[CopyBlocks] = ()) -> None:
-        """The copies under way end, and the buffers are lost. What they gathered is right in no way, nor what was gathered behind a step
-        that failed. failed: operations of plans behind such a step."""
-        under_way = [op for thread in self.threads for op in thread]
+        """The copies under way end, and the buffers are lost. What was gathered with steps that failed is right in no way."""
         for thread in self.threads:
             while thread:
                 self._end(thread.popleft())
-        for op in (*under_way, *failed):
+        for op in failed:
             for slot in op.slots if isinstance(op, GatherBlocks) else ():
                 self.slots[slot] = (["of a failed step"], ["of a failed step"])
         self.staging = [[]] * self.num_staging

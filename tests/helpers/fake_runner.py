@@ -473,8 +473,7 @@ class FakeEngine:
 
     def start_over(self) -> None:
         """Consequences of a failed step: nothing in flight comes back, and the runner has forgotten everything."""
-        plans = [plan for plan, _ in self.in_flight]
-        failed = [op for plan in plans[1:] for op in plan.ops]
+        failed = [op for plan, _ in self.in_flight for op in plan.ops]
         self.in_flight.clear()
         self.scheduler.start_over()
         self.runner.start_over(failed)

@@ -143,17 +143,16 @@ class Driven:
         return stats
 
 
-def test_a_content_is_found_once_its_copy_is_over_and_the_steps_before_are_done() -> None:
+def test_a_content_is_found_once_its_copy_is_over_and_its_step_is_done() -> None:
     driven = Driven()
     driven.step()
-    driven.step(done=0)
     (gather,) = driven.store(b"a")
     assert isinstance(gather, GatherBlocks) and gather.block_ids == [10] and driven.store(b"a") == []
     driven.step()
     assert not driven.tier.match([b"a"]), "it is not there yet"
     driven.end(gather)
     driven.step(done=0)
-    assert not driven.tier.match([b"a"]), "the step that wrote it may fail"
+    assert not driven.tier.match([b"a"]), "the step that it was read before may fail"
     driven.step(done=1)
     assert driven.tier.match([b"a", b"b"]) == [b"a"]
     assert (driven.stats.num_used_host_slots, driven.stats.num_stored_blocks, driven.stats.stored_bytes) == (1, 1, 1000)
@@ -253,11 +252,10 @@ def test_stores_leave_buffers_to_loads_and_what_is_not_stored_is_counted() -> No
 def test_slots_that_copies_use_are_not_given_away() -> None:
     driven = Driven(num_slots=2)
     driven.step()
-    driven.step(done=0)
     driven.end(*driven.store(b"a", b"b"))
     assert driven.store(b"c") == [], "both are written"
     driven.step(done=0)
-    assert driven.store(b"c") == [], "the step before is not done"
+    assert driven.store(b"c") == [], "their step is not done"
     assert (driven.stats.num_skipped_stores, driven.stats.num_skipped_for_slots) == (2, 2)
     driven.step()
     driven.tier.load([5], [b"b"])

@@ -93,12 +93,6 @@ class PrefillTier(HostTier):
         self._pending = [lease for lease in self._pending if lease.pending and not lease.is_over]
         return TierStep([*step.ops, *ops], step.loaded)
 
-    def _awaited_stores(self) -> set[int]:
-        # Decode engines wait for these. Those that are over when the next plan is made can be fetched a step sooner than others.
-        wanted = {name for lease in self._pending for name in lease.pending}
-        found = (number for number, store in self._gathering.items() if any(each.name in wanted for each in store.contents))
-        return super()._awaited_stores() | set(found)
-
     def discard(self, names: Sequence[bytes]) -> None:
         super().discard(names)
         self._leases.lose(set(names))
