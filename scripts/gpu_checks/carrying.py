@@ -39,8 +39,10 @@ def carry(records: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]
             )
         ops[op] = new_header["ops"][op]
         first = carried.get(op, {})
-        verified_as = first["verified"] if first.get("now") == record["ops"][op] else record["ops"][op]
-        num_new = sum(OPS_OF_CASES[name.split(":")[0]] == op and name not in old for name in new)
+        if first.get("now") != record["ops"][op]:
+            first = {"verified": record["ops"][op], "new": 0}
+        verified_as, num_new = first["verified"], first["new"]
+        num_new += sum(OPS_OF_CASES[name.split(":")[0]] == op and name not in old for name in new)
         carried[op] = {"verified": verified_as, "now": ops[op], "programs": len(group), "new": num_new}
     return {**records, device_kind: {**record, "ops": ops, "carried": carried}}
 

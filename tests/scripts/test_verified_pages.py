@@ -153,10 +153,14 @@ def test_a_source_that_makes_the_same_kernels_stays_verified(tmp_path, monkeypat
     page = pages.render_page("NVIDIA H200", records["NVIDIA H200"])
     assert f"| lora | then | {now} | {pages.SAME_KERNELS} |" in page
     assert "none of the 1 programs" in page and "1 programs of newer cases have not run on it" in page
-    carried_again = carrying.carry(records, write("between", now, kernel), after)
-    assert carried_again["NVIDIA H200"]["carried"]["lora"]["verified"] == "then"
+    carried_again = carrying.carry(records, write("between", now, kernel, ("lora: b: triton", "new")), after)
+    again = carried_again["NVIDIA H200"]["carried"]["lora"]
+    assert (again["verified"], again["new"]) == ("then", 1), "b has not run yet"
     monkeypatch.setattr(verified, "records", lambda: records)
     assert verified.is_verified("NVIDIA H200", "lora") and not verified.is_verified("NVIDIA H200", "lora", carried=False)
+    same = carrying.carry({"NVIDIA H200": record_then}, before, write("same", now, kernel))
+    monkeypatch.setattr(verified, "records", lambda: same)
+    assert verified.is_verified("NVIDIA H200", "lora", carried=False), "there are no newer cases"
     checked = record.merge(records, "NVIDIA H200", run_of(kernels=PASSED).record())
     assert not checked["NVIDIA H200"]["carried"]
     for wrong, said in (
