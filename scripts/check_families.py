@@ -6,8 +6,9 @@ Needs torch. An engine on one CPU device and on two write 64 greedy tokens after
 tokens, with n-gram drafts and prefix caching, in a pool too small for the rows, and give the prompts' logprobs. Then all prompts are
 asked for twice in a large pool, the second time found in the cache; these answers consist of few ids, so that drafts are accepted.
 Prompts with their answers go through the model of transformers as a whole, in float64: each token must be its likeliest next one, but
-for what rounding changes. Its own generation, which reads a cache, has no part in it. Encoders and classifiers
-(`make_encoder_goldens.py`) generate nothing: their vectors and scores are compared. MTP modules are not: transformers has none.
+for what rounding changes. Its own generation, which reads a cache, has no part in it, but for ropes that depend on the length. Encoders
+and classifiers (`make_encoder_goldens.py`) generate nothing: their vectors and scores are compared. MTP modules are not: transformers
+has none.
 """
 
 import argparse
@@ -151,8 +152,21 @@ class Reference:
     def _compute(self, tokens: tuple[int, ...]) -> np.ndarray:
         import torch
 
-        logits = self._exact(torch.tensor([tokens]), use_cache=False).logits[0]
+        if self._depends_on_length:
+            kept, steps = None, []
+            for token in tokens:
+                out = self._exact(torch.tensor([[token]]), past_key_values=kept, use_cache=True)
+                kept, steps = out.past_key_values, [*steps, out.logits[0]]
+            logits = torch.cat(steps)
+        else:
+            logits = self._exact(torch.tensor([tokens]), use_cache=False).logits[0]
         return torch.log_softmax(logits.double(), -1).numpy()
+
+    @property
+    def _depends_on_length(self) -> bool:
+        """Whether how a position is turned depends on the length that a pass has. Then it goes token by token, as generation does."""
+        rope = getattr(self._exact.config.get_text_config(), "rope_parameters", None) or {}
+        return rope.get("rope_type") == "dynamic" and not rope.get("alpha")
 
     def is_greedy(self, prompt: list[int], answer: list[int], length: int, allowed: Collection[int] | None = None) -> bool:
         """Whether an answer has this length and each of its tokens is the likeliest of the allowed ones, within the tolerance."""
@@ -186,7 +200,7 @@ def check_engine(
     drafts = core.scheduler.drafts
     drafts.most = lambda *running: drafts.num_drafts  # also where steps with them take longer than they save
     needed = core.scheduler.cache_manager.num_blocks_for(core.max_model_len)
-    engines.reschedule(core, num_blocks=needed + needed // 2 + 1, max_in_flight=3)
+    engines.reschedule(core, num_blocks=needed + needed // 2, max_in_flight=3)
     length = make_goldens.NEW_TOKENS
     answers = ask(core, prompts, max_tokens=length, prompt_logprobs=0)
     error = max(map(reference.error, prompts, answers))
