@@ -116,7 +116,8 @@ async def measure(url: str, sizes: Sizes) -> Found:
     """All parts on one server."""
     async with ServerClient(url, timeout_seconds=120) as client:
         asked = Client(client, sizes, 1)
-        prompts = [asked.prompt(length) for length in (sizes.first[0] - 7, sizes.first[0], 40, sizes.first[0] // 3)]
+        lengths = (sizes.first[0] - 7, sizes.first[0], 40, sizes.first[0] // 3)
+        prompts = [asked.prompt(length) for _ in range(3) for length in lengths]
         answers = [await asked.tokens(prompt, 32) for prompt in prompts]
         first_ms = {
             length: [await asked.first_ms(asked.prompt(length)) for _ in range(sizes.repeats + 1)][1:] for length in sizes.first
