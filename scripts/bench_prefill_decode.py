@@ -1,8 +1,9 @@
 """Compares `jaxllm serve --prefill 1 --decode 1` with two plain engines, each on a separate GPU; prints a Markdown table with goals.
 
-usage: bench_prefill_decode.py MODEL_DIR [--each 2] [--only roles|plain] [--json FILE] [--server-flags='…']
+usage: bench_prefill_decode.py MODEL_DIR [--each 2] [--parts answers,first,between] [--only roles|plain] [--json FILE]
+                                [--server-flags='…']
 
-tokens   the same prompts, greedy: how many answers are equal
+answers  the same prompts, greedy: how many answers are equal
 first    time to the first token of prompts of 8192 and 32768 tokens, on idle engines
 between  time between the tokens of 32 running requests: alone, and while prompts of 8192 tokens arrive one after the other
 
@@ -43,6 +44,7 @@ SERVERS = {
     "roles": "--prefill {each} --decode {each} --prefill-threshold {threshold} --kv-offloading-size {host_gib}",
     "plain": "--data-parallel-size {engines}",
 }
+PARTS = ("answers", "first", "between")
 TOLD = {"roles": "prefill and decode", "plain": "plain engines", "compiling": "one engine, which compiles for all"}
 
 
@@ -101,33 +103,39 @@ class Client:
 
 @dataclass
 class Found:
-    """Results of one server."""
+    """Results of one server; what was not asked for is empty."""
 
     answers: list[list[int]]
     first_ms: dict[int, list[float]]
     """By the length of prompts, in order; without that of the first one."""
-    alone_ms: tuple[float, float]
-    """Median and 99th percentile of the time between tokens."""
-    beside_ms: tuple[float, float]
+    between: "Between | None"
+
+
+@dataclass
+class Between:
+    """Median and 99th percentile of the time between tokens, in milliseconds."""
+
+    alone: tuple[float, float]
+    beside: tuple[float, float]
     num_arrived: int
 
 
-async def measure(url: str, sizes: Sizes) -> Found:
-    """All parts on one server."""
+async def measure(url: str, sizes: Sizes, parts: Sequence[str]) -> Found:
+    """These parts on one server."""
     async with ServerClient(url, timeout_seconds=120) as client:
         asked = Client(client, sizes, 1)
         lengths = (sizes.first[0] - 7, sizes.first[0], 40, sizes.first[0] // 3)
-        prompts = [asked.prompt(length) for _ in range(3) for length in lengths]
+        prompts = [asked.prompt(length) for _ in range(3) for length in lengths] if "answers" in parts else []
         answers = [await asked.tokens(prompt, 32) for prompt in prompts]
         first_ms = {
-            length: [await asked.first_ms(asked.prompt(length)) for _ in range(sizes.repeats + 1)][1:] for length in sizes.first
+            length: [await asked.first_ms(asked.prompt(length)) for _ in range(sizes.repeats + 1)][1:]
+            for length in (sizes.first if "first" in parts else ())
         }
-        alone, beside, num_arrived = await _between(asked, sizes)
-    return Found(answers, first_ms, alone, beside, num_arrived)
+        return Found(answers, first_ms, await _between(asked, sizes) if "between" in parts else None)
 
 
-async def _between(asked: Client, sizes: Sizes) -> tuple[tuple[float, float], tuple[float, float], int]:
-    """Time between tokens of running requests, alone and while prompts arrive, and how many of these came."""
+async def _between(asked: Client, sizes: Sizes) -> Between:
+    """Time between tokens of running requests, alone and while prompts arrive."""
     gaps: list[tuple[float, float]] = []
 
     async def run() -> None:
@@ -153,7 +161,7 @@ async def _between(asked: Client, sizes: Sizes) -> tuple[tuple[float, float], tu
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    return _figures(gaps, began, alone), _figures(gaps, alone, ended), num_arrived
+    return Between(_figures(gaps, began, alone), _figures(gaps, alone, ended), num_arrived)
 
 
 def _figures(gaps: Sequence[tuple[float, float]], began: float, ended: float) -> tuple[float, float]:
@@ -170,26 +178,33 @@ def note(rows: Rows, found: dict[str, Found], sizes: Sizes) -> None:
         for length, ms in each.first_ms.items():
             told = "median of " + ", ".join(f"{one:.0f}" for one in ms)
             rows.note(f"first token, {length} tokens, {TOLD[name]}", statistics.median(ms), "ms", note=told)
-        median, tail = each.alone_ms
+        if (between := each.between) is None:
+            continue
+        median, tail = between.alone
         rows.note(
             f"between tokens of {sizes.num_running} requests, p99, {TOLD[name]}", tail, "ms", note=f"median {median:.2f} ms"
         )
-        median, tail = each.beside_ms
-        told = f"median {median:.2f} ms; {each.num_arrived} prompts of {sizes.arriving} tokens"
+        median, tail = between.beside
+        told = f"median {median:.2f} ms; {between.num_arrived} prompts of {sizes.arriving} tokens"
         rows.note(f"the same beside prompts, {TOLD[name]}", tail, "ms", note=told)
         goal = 1.15 if name == "roles" else None
-        rows.note(f"beside prompts over alone, p99, {TOLD[name]}", tail / each.alone_ms[1], "×", goal)
+        rows.note(f"beside prompts over alone, p99, {TOLD[name]}", tail / between.alone[1], "×", goal)
     if len(found) == len(SERVERS):
         roles, plain = found["roles"], found["plain"]
-        for length in sizes.first:
+        for length in roles.first_ms:
             goal = 40.0 if length == sizes.first[0] else None
             added = statistics.median(roles.first_ms[length]) - statistics.median(plain.first_ms[length])
             rows.note(f"first token, what two engines add, {length} tokens", added, "ms", goal)
-        rows.note("p99 between tokens beside prompts, plain over roles", plain.beside_ms[1] / roles.beside_ms[1], "×")
-        pairs = list(zip(roles.answers, plain.answers, strict=True))
-        equal = sum(one == other for one, other in pairs)
-        begins = sum(one[0] == other[0] for one, other in pairs)
-        rows.note("equal answers", equal, f"of {len(pairs)}", len(pairs), more=True, note=f"{begins} first tokens are equal")
+        if roles.between and plain.between:
+            rows.note(
+                "p99 between tokens beside prompts, plain over roles", plain.between.beside[1] / roles.between.beside[1], "×"
+            )
+        if pairs := list(zip(roles.answers, plain.answers, strict=True)):
+            equal = sum(one == other for one, other in pairs)
+            begins = sum(one[0] == other[0] for one, other in pairs)
+            rows.note(
+                "equal answers", equal, f"of {len(pairs)}", len(pairs), more=True, note=f"{begins} first tokens are equal"
+            )
 
 
 def main() -> None:
@@ -197,12 +212,15 @@ def main() -> None:
     parser = script_parser(__doc__, 3)
     parser.add_argument("model", nargs="?", default="demo", help="a directory with config.json, or with weights")
     parser.add_argument("--each", type=int, default=1, help="engines of each role; twice as many plain ones, a GPU for each")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="of answers, first, between")
     parser.add_argument("--only", choices=list(SERVERS), help="one of both")
     parser.add_argument("--server-flags", default="", help="further flags of both servers")
     parser.add_argument("--json", type=Path, help="write all rows here")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this directory")
     parser.add_argument("--tiny", action="store_true", help="the demo model and short prompts")
     args: argparse.Namespace = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     sizes, found = TINY if args.tiny else Sizes(), dict[str, Found]()
     rows = Rows(Path(args.model).name, args.json)
     with tempfile.TemporaryDirectory() as directory:
@@ -226,7 +244,7 @@ def main() -> None:
                 engines = {"each": args.each, "engines": 2 * args.each}
                 given: Any = {"threshold": sizes.threshold, "host_gib": sizes.host_gib, **engines}
                 with server(name, flags.format(**given)) as url:
-                    found[name] = asyncio.run(measure(url, sizes))
+                    found[name] = asyncio.run(measure(url, sizes, args.parts))
                 print(json.dumps({name: found[name].answers}), flush=True)
     note(rows, found, sizes)
     print(f"\n{rows.table()}")
