@@ -79,8 +79,8 @@ class GatedDelta(nnx.Module):
 
         activation = jax.nn.sigmoid if part.gate == "sigmoid" else jax.nn.silu
         gate_TKGV = activation(z_TKC.astype(jnp.float32)).reshape(out_TKGV.shape)
-        assert step.states is not None, "the step has no states by row"
-        if step.states.rows.query_start_R1 is None:  # few tokens: a kernel of its own, which runs beside those before the norm's
+        if step.states is not None and step.states.rows.query_start_R1 is None:
+            # In a decode it runs beside the kernels before the norm, and XLA adds the product to the norm's.
             gate_TKGV = jax.lax.optimization_barrier(gate_TKGV)
         out_TKGV = (self.norm(out_TKGV) * gate_TKGV).astype(qkvz_TKC.dtype)
         return products_by_run(self.out, out_TKGV, runs, step)
