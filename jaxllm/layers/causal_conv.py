@@ -44,6 +44,17 @@ def causal_conv(x_TKC: Array, weight_KCJ: Array, state_NKjC: Array, rows: StateR
     return out_TKC, state_NKjC.at[rows.row_R].set(last_RKjC)
 
 
+@jax.jit
+def conv_of_next(x_RKC: Array, weight_KCJ: Array, state_NKjC: Array, rows: StateRows) -> tuple[Array, Array]:
+    """As `causal_conv` of one token of each row, term by term: XLA transposes no weights for it."""
+    before_RKjC = jnp.where(rows.is_new_R[:, None, None, None], 0, state_NKjC[rows.row_R])
+    window = [*jnp.unstack(before_RKjC, axis=2), x_RKC.astype(before_RKjC.dtype)]
+    out_RKC = jnp.zeros((), jnp.float32)
+    for j, input_RKC in enumerate(window):
+        out_RKC += input_RKC.astype(jnp.float32) * weight_KCJ[:, :, j].astype(jnp.float32)
+    return out_RKC, state_NKjC.at[rows.row_R].set(jnp.stack(window[1:], axis=2))
+
+
 def convolved_before(x_TKC: Array, count_R: Array, state_NKjC: Array, rows: StateRows) -> Array:
     """The states behind the first `count` of equally many tokens of each row."""
     num_before, num_rows = state_NKjC.shape[2], len(rows.row_R)
