@@ -1,5 +1,7 @@
 """A convolution over the last tokens of each row, channel by channel."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -48,11 +50,9 @@ def causal_conv(x_TKC: Array, weight_KCJ: Array, state_NKjC: Array, rows: StateR
 def conv_of_next(x_RKC: Array, weight_KCJ: Array, state_NKjC: Array, rows: StateRows) -> tuple[Array, Array]:
     """As `causal_conv` of one token of each row, term by term: XLA transposes no weights for it."""
     before_RKjC = jnp.where(rows.is_new_R[:, None, None, None], 0, state_NKjC[rows.row_R])
-    window = [*jnp.unstack(before_RKjC, axis=2), x_RKC.astype(before_RKjC.dtype)]
-    out_RKC = jnp.zeros((), jnp.float32)
-    for j, input_RKC in enumerate(window):
-        out_RKC += input_RKC.astype(jnp.float32) * weight_KCJ[:, :, j].astype(jnp.float32)
-    return out_RKC, state_NKjC.at[rows.row_R].set(jnp.stack(window[1:], axis=2))
+    window_RKJC = jnp.concatenate([before_RKjC, x_RKC[:, :, None].astype(before_RKjC.dtype)], axis=2)
+    terms = (window_RKJC[:, :, j].astype(jnp.float32) * weight_KCJ[:, :, j] for j in range(window_RKJC.shape[2]))
+    return functools.reduce(jnp.add, terms), state_NKjC.at[rows.row_R].set(window_RKJC[:, :, 1:])
 
 
 def convolved_before(x_TKC: Array, count_R: Array, state_NKjC: Array, rows: StateRows) -> Array:
