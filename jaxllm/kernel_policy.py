@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 MORE_THAN_ANY = sys.maxsize
 """As a threshold: more tokens or rows than any step has."""
 
+CONCURRENT: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""XLA's option for programs on one GPU whose kernels do not all depend on each other: nodes of a CUDA graph that do not depend on each
+other run concurrently, and do not share memory."""
+
 
 @dataclass(frozen=True)
 class KernelPolicy:
@@ -32,6 +36,9 @@ class KernelPolicy:
     """Up to this size XLA may multiply with its own Triton kernels, which for 8 rows are the fastest. Beyond, products go to cuBLAS alone:
     it adds the residual in passing, and a Triton product, which is chosen by timing concurrently with other work, is now and then far
     slower (13 ms instead of 0.4 for the head at 256 rows)."""
+    max_concurrent_rows: int = 0
+    """Up to so many rows the branches of a layer (`ModelConfig.has_branches`) are computed concurrently: their kernels are so short that
+    the device is not busy."""
     max_weight_only_rows: int = 0
     """Up to so many rows products with fp8 weights take activations as they are, in place of fp8: to find scales takes longer than fp8
     products save. Not more than `max_triton_rows`: cuBLAS needs the whole weight in the type of the activations."""
@@ -72,6 +79,10 @@ class KernelPolicy:
         """Whether each device that splits prompts computes a share of a step's tokens, rather than all."""
         return num_tokens >= self.min_shared_tokens
 
+    def branch_options(self, num_rows: int) -> dict[str, str | bool]:
+        """XLA's options for a decode of so many rows, on one GPU, of a model whose layers have branches."""
+        return CONCURRENT if num_rows <= self.max_concurrent_rows else {}
+
     def compiler_options(self, size: int) -> dict[str, str | bool]:
         """XLA's options for a GPU that depend on the size of a program: its tokens, or its rows where each computes one."""
         return {"xla_gpu_enable_triton_gemm": False} if size > self.max_triton_rows else {}
@@ -94,6 +105,7 @@ GPU = KernelPolicy(
     # A layer of an 8B model without attention takes 95 us at 8 rows and 102 at 16 on an H100, with activations in fp8 119 and 112; at
     # 32 rows both take about as long.
     max_weight_only_rows=16,
+    max_concurrent_rows=16,
 )
 CPU = KernelPolicy(
     # XLA computes products of two rows on a CPU about as fast as of four.

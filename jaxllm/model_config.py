@@ -157,6 +157,12 @@ class ModelConfig(ServedModel):
         return tuple(dict.fromkeys(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)))
 
     @property
+    def has_branches(self) -> bool:
+        """Whether layers have several products of x, or of what is made of it, that do not depend on each other, one after the other:
+        those of shared experts, latents or linear attention."""
+        return bool(self.delta_nets or self.latent_attentions) or any(part.shared is not None for part in self.mixtures)
+
+    @property
     def kv_format(self) -> WeightFormat | None:
         """The format of the checkpoint's scales for an fp8 cache, which keys and values are divided by; None: it says nothing of one."""
         return next((found for format in self.formats if (found := format.kv_scales) is not None), None)

@@ -133,7 +133,9 @@ class MixtureOfExperts(nnx.Module):
         shared_TD = scaled(self.shared(x_TD, step, start))
         if self.shared_gate is not None:
             gate_T1 = step.scores(self.shared_gate_name, x_TD, _scores(x_TD, self.shared_gate[...]), start)
-            shared_TD = shared_TD * jax.nn.sigmoid(gate_T1).astype(x_TD.dtype)
+            # XLA would compute it in each kernel that takes the sum.
+            gate_T1 = jax.lax.optimization_barrier(jax.nn.sigmoid(gate_T1).astype(x_TD.dtype))
+            shared_TD = shared_TD * gate_T1
         return out_TD + shared_TD
 
     @property

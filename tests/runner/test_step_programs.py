@@ -66,6 +66,27 @@ def test_what_the_compiler_is_told_of_products_all_reduces_and_adapters(platform
     assert StepPrograms.compiler_options(programs, ProgramKey("decode", rows, features=("adapters",) * adapted)) == options
 
 
+@pytest.mark.parametrize(
+    ("family", "num_devices", "rows", "is_told"),
+    [
+        ("qwen3_next", 1, 8, True),  # shared experts and linear attention
+        ("qwen3_5", 1, 8, True),  # linear attention alone
+        ("deepseek_v2_lite", 1, 16, True),
+        ("qwen3_next", 1, 64, False),
+        ("qwen3_next", 2, 8, False),
+        ("qwen3_moe", 1, 8, False),
+        ("llama_gqa", 1, 8, False),
+    ],
+)
+def test_branches_of_layers_run_concurrently_in_decodes_of_few_rows_on_one_gpu(family, num_devices, rows, is_told) -> None:
+    programs = SimpleNamespace(
+        mesh=SimpleNamespace(size=num_devices),
+        buckets=SimpleNamespace(policy=GPU),
+        model=load_model_config(goldens.FOLDER / family),
+    )
+    assert Decode().compiler_options(programs, ProgramKey("decode", rows)) == (BESIDE if is_told else {})
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_programs_that_widen_weights_on_a_cpu_use_its_widest_vectors(quantization, monkeypatch) -> None:
     programs = SimpleNamespace(

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.device_ops import DropStaged, WriteAdapter
+from jaxllm.kernel_policy import CONCURRENT
 from jaxllm.layers.step import Adapt
 from jaxllm.parallel.across_hosts import put
 from jaxllm.parallel.arrays import delete
@@ -53,7 +54,7 @@ class Adapters(StepFeature):
     def compiler_options(self, mesh: Mesh, key: ProgramKey) -> dict[str, str | bool]:
         """The products of adapters do not depend on those that they are added to: on one device, nodes of a CUDA graph that do not depend
         on each other run concurrently."""
-        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if self.name in key.features and mesh.size == 1 else {}
+        return CONCURRENT if self.name in key.features and mesh.size == 1 else {}
 
     def op_runner(self, device: Any) -> "AdapterSlots":
         return AdapterSlots(device, self)

@@ -75,3 +75,8 @@ class DecodeProgram(LayersProgram):
 
     def layout(self, programs: "StepPrograms", key: ProgramKey) -> StepLayout:
         return decode_layout(key.size, programs.num_updates, programs.inputs.num_columns)
+
+    def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
+        has_branches = programs.mesh.size == 1 and programs.model.has_branches
+        branches = programs.buckets.policy.branch_options(key.size) if has_branches else {}
+        return super().compiler_options(programs, key) | branches
