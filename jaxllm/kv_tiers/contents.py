@@ -13,7 +13,7 @@ PROTECTED_SHARES = {"slru": PROTECTED_SHARE, "lru": 0.0}
 """By eviction policy."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Content:
     """A block's content in a slot."""
 
@@ -109,7 +109,7 @@ class Contents:
 
     def add(self, name: bytes, *, was_used: bool = False) -> Content | None:
         """Give a new content a slot, with one use. None if copies use all slots. was_used: it is protected at once."""
-        assert name not in self, "a content has a slot already"
+        assert name not in self._found, "a content has a slot already"
         if not self._free and not self._evict():
             return None
         self.num_added += 1
@@ -152,12 +152,16 @@ class Contents:
 
     def protect(self, content: Content) -> None:
         """A content is used, or will be: it is the last of the protected ones to make room."""
-        if content.is_lent:
+        name, protected = content.name, self._protected
+        if name in protected:
+            protected.move_to_end(name)
             return
-        (self._probation if content.name in self._probation else self._protected).pop(content.name)
-        self._protected[content.name] = content
-        if len(self._protected) > self._max_protected:
-            name, oldest = self._protected.popitem(last=False)
+        if self._probation.pop(name, None) is None:
+            assert content.is_lent
+            return
+        protected[name] = content
+        if len(protected) > self._max_protected:
+            name, oldest = protected.popitem(last=False)
             self._probation[name] = oldest
 
     def hold(self, content: Content) -> None:
@@ -180,7 +184,7 @@ class Contents:
         if content.is_listed:
             content.is_listed = False
             del self._found[content.name]
-            next(each for each in (self._lent, self._probation, self._protected) if content.name in each).pop(content.name)
+            any(each.pop(content.name, None) for each in (self._probation, self._protected, self._lent))
             self._free_unused(content)
             if content.is_ready and not content.is_lent:
                 self._on_change(content.name, False)

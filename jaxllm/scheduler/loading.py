@@ -69,7 +69,7 @@ class Loading:
         self._step_at = now
         self._ops = []
         for tier in self._tiers:
-            found = tier.begin_step(step_id, done_step_id, decodes=decodes)
+            found = tier.begin_step(step_id, done_step_id, decodes=decodes, num_loading=len(self._loads))
             if found is not NOTHING:
                 self._ops += found.ops
                 self._end_loaded(tier, found.loaded)
