@@ -18,6 +18,9 @@ from jaxllm.scheduler_stats import SchedulerStats
 if TYPE_CHECKING:
     from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 
+_STORES_AT_ONCE = 3
+"""Most stores that an otherwise idle engine begins with a plan for the sake of loads: to launch more takes longer than the copies take that
+are under way, whose ends nobody would notice."""
 _LONGEST_STEP_SECONDS = 1.0
 """More time than this between two steps, e.g. a pause or a compilation, says nothing of how long loads take."""
 
@@ -51,6 +54,8 @@ class Loading:
         self._ops: list[AnyDeviceOp] = []
         """Operations of the step that is being planned."""
         self._load_blocks = min((tier.load_blocks for tier in tiers), default=0)
+        self._store_blocks = _STORES_AT_ONCE * min((tier.copy_blocks for tier in tiers), default=0)
+        self._others_run = False
         self._patience_seconds = max((tier.patience_seconds for tier in tiers), default=0.0)
         self._seconds = 0.0
         """Time in which steps were planned, one shortly after the other."""
@@ -67,6 +72,7 @@ class Loading:
         now = time.monotonic()
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now
+        self._others_run = others_run
         self._ops = []
         for tier in self._tiers:
             found = tier.begin_step(step_id, done_step_id, decodes=decodes, num_loading=len(self._loads))
@@ -267,7 +273,7 @@ class Loading:
         blocks = self._manager.pool.next_free(count)
         if not self._storing.unstored(blocks):
             return count
-        self._ops += self._storing.store_ahead(count)
+        self._ops += self._storing.store_ahead(count if self._others_run else min(count, self._store_blocks))
         lost = self._storing.unstored(blocks)
         return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 
