@@ -38,6 +38,6 @@ class CopyPace:
             return self._least
         limit, added = _GROWTH * self._most_seen, median(self._added_seconds)
         if added > 0:
-            share = min(MOST_SHARE, num_loading * SHARE)
+            share = min(MOST_SHARE, max(1, num_loading) * SHARE)
             limit = min(limit, int(share * median(self._plain_seconds) / added))
         return max(self._least, limit)
