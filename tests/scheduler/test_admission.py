@@ -1,7 +1,6 @@
 """Rooms: what requests need in addition to blocks. Here a room has seats for two kinds of requests, as for two adapters."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -119,25 +118,3 @@ def test_a_room_that_fails_ends_the_request_alone() -> None:
     scheduler.start_over()
     scheduler.fail_requests(["b"], ErrorKind.INTERNAL, "a fault")
     run_to_end(scheduler)
-
-
-def test_a_request_without_blocks_is_looked_up_again_once_it_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = make_scheduler(num_blocks=11)
-    looked_up = Counter[str]()
-    look_up = scheduler.cache_manager.get_computed_blocks
-
-    def counted(request: Request) -> Any:
-        looked_up[request.request_id] += 1
-        return look_up(request)
-
-    monkeypatch.setattr(scheduler.cache_manager, "get_computed_blocks", counted)
-    for request_id, num_tokens in (("a", 60), ("b", 20), ("c", 100)):
-        scheduler.add_request(make_request(request_id, num_tokens, max_tokens=4))
-    step(scheduler)
-    scheduler.add_request(make_request("d", 8))
-    scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
-    step(scheduler)
-    assert looked_up["c"] == 1, "6 of 10 blocks are free, and it needs 7"
-    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    step(scheduler)
-    assert looked_up["c"] == 2 and [request.request_id for request in scheduler.running] == ["c", "d"]
