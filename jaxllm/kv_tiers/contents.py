@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 PROTECTED_SHARE = 0.8
@@ -13,7 +13,7 @@ PROTECTED_SHARES = {"slru": PROTECTED_SHARE, "lru": 0.0}
 """By eviction policy."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Content:
     """A block's content in a slot."""
 
@@ -87,6 +87,11 @@ class Contents:
         """The content of a name, ready or not."""
         return self._found.get(name)
 
+    def found(self, names: Iterable[bytes]) -> list[Content]:
+        """The contents of these names that there are, ready or not."""
+        found = self._found
+        return [content for name in names if (content := found.get(name)) is not None]
+
     def ready_names(self) -> set[bytes]:
         """The contents of slots that can be loaded."""
         return {content.name for content in self._all() if content.is_ready and not content.is_lent}
@@ -104,18 +109,18 @@ class Contents:
     def make_ready(self, content: Content) -> None:
         """A content is complete, and right."""
         content.is_ready = True
-        if content.is_listed and not content.is_lent:
+        if content.is_listed and content.give_back is None:
             self._on_change(content.name, True)
 
     def add(self, name: bytes, *, was_used: bool = False) -> Content | None:
         """Give a new content a slot, with one use. None if copies use all slots. was_used: it is protected at once."""
-        assert name not in self, "a content has a slot already"
+        assert name not in self._found, "a content has a slot already"
         if not self._free and not self._evict():
             return None
         self.num_added += 1
         content = self._found[name] = self._probation[name] = Content(name, self._free.pop(), num_uses=1)
         if was_used:
-            self.protect(content)
+            self.protect((content,))
         return content
 
     def borrow(self, name: bytes, give_back: Callable[[int], None]) -> Content:
@@ -144,21 +149,27 @@ class Contents:
         """The contents that make room for others before there have been so many."""
         return list(itertools.islice(self._unused(), max(0, count - len(self._free))))
 
-    def use(self, content: Content) -> None:
-        """A copy will read a content, for a request."""
-        assert content.is_listed and (content.is_ready or content.is_being_read)
-        content.num_uses += 1
-        self.protect(content)
+    def use(self, contents: Collection[Content]) -> None:
+        """A copy will read each of these contents, for a request."""
+        for content in contents:
+            assert content.is_listed and (content.is_ready or content.is_being_read)
+            content.num_uses += 1
+        self.protect(contents)
 
-    def protect(self, content: Content) -> None:
-        """A content is used, or will be: it is the last of the protected ones to make room."""
-        if content.is_lent:
-            return
-        (self._probation if content.name in self._probation else self._protected).pop(content.name)
-        self._protected[content.name] = content
-        if len(self._protected) > self._max_protected:
-            name, oldest = self._protected.popitem(last=False)
-            self._probation[name] = oldest
+    def protect(self, contents: Iterable[Content]) -> None:
+        """These contents are used, or will be, in this order: they are the last of the protected ones to make room."""
+        probation, protected = self._probation, self._protected
+        for content in contents:
+            name = content.name
+            if name in protected:
+                protected.move_to_end(name)
+            elif probation.pop(name, None) is None:
+                assert content.is_lent
+            else:
+                protected[name] = content
+                if len(protected) > self._max_protected:
+                    name, oldest = protected.popitem(last=False)
+                    probation[name] = oldest
 
     def hold(self, content: Content) -> None:
         """A copy will read a content, for no request."""
@@ -167,20 +178,21 @@ class Contents:
 
     def release(self, content: Content) -> None:
         """A copy no longer uses the slot."""
-        content.num_uses -= 1
-        self._free_unused(content)
+        self.release_all((content,))
 
     def release_all(self, contents: Iterable[Content]) -> None:
         """See `release`."""
         for content in contents:
-            self.release(content)
+            content.num_uses -= 1
+            if not content.num_uses and (not content.is_listed or content.give_back is not None):
+                self._free_unused(content)
 
     def remove(self, content: Content) -> None:
         """Find a content no more."""
         if content.is_listed:
             content.is_listed = False
             del self._found[content.name]
-            next(each for each in (self._lent, self._probation, self._protected) if content.name in each).pop(content.name)
+            any(each.pop(content.name, None) for each in (self._probation, self._protected, self._lent))
             self._free_unused(content)
             if content.is_ready and not content.is_lent:
                 self._on_change(content.name, False)

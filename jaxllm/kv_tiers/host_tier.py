@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks
 from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
@@ -104,9 +104,7 @@ class HostTier:
         return names
 
     def _protect(self, names: Sequence[bytes]) -> None:
-        for content in map(self.contents.get, names):
-            if content is not None:
-                self.contents.protect(content)
+        self.contents.protect(self.contents.found(names))
 
     def sources(self, names: Sequence[bytes]) -> Sequence[str]:
         behind = self._stores.find(self.contents.missing(names))
@@ -273,10 +271,10 @@ class HostTier:
         else:
             self._loads.take_in(copy)
 
-    def _make_ready(self, contents: Iterable[Content]) -> None:
+    def _make_ready(self, contents: Sequence[Content]) -> None:
         for content in contents:
             self.contents.make_ready(content)
-            self.contents.release(content)
+        self.contents.release_all(contents)
 
     def _lasting_uses(self) -> Counter[Content]:
         """The uses of contents that go on when steps are forgotten."""

@@ -45,14 +45,13 @@ class Loads:
         """See `CacheTier.load`, as for the next one."""
         number, size = next(self._numbers), self._copies.max_blocks
         load = self.under_way[number] = Load(number, [False] * len(names), 0)
-        found = {name: content for name in names if (content := self._contents.get(name)) is not None}
-        for content in found.values():  # before others need slots
-            self._contents.use(content)
-        self._stores.read([name for name in names if name not in found])
-        for name in names:
-            if name not in found and (content := self._contents.get(name)) is not None:
-                self._contents.use(content)
-                found[name] = content
+        found = {content.name: content for content in self._contents.found(names)}
+        self._contents.use(found.values())  # before others need slots
+        if absent := [name for name in names if name not in found]:
+            self._stores.read(absent)
+            read = self._contents.found(absent)
+            self._contents.use(read)
+            found |= {content.name: content for content in read}
         # What is here first. There may be no slot for all that is not.
         indices = sorted(
             (index for index, name in enumerate(names) if name in found), key=lambda i: found[names[i]].is_being_read

@@ -612,9 +612,15 @@ class ModelRunner(WeightsHolder, PlanRunner):
         """A step's buffer in the form that its program takes."""
         if self.peers is not None:
             return self.peers.send(layout, buffer, self.batches.builders[0].empty)
+        return self.argument(buffer)
+
+    def argument(self, array: np.ndarray, place: Any = None) -> Any:
+        """A host array in the form that a program takes soonest. place: its sharding; None: it is the same on each device."""
         # A program for one GPU that is called with a host array sends it in half the time of a device_put. A program for a CPU
         # would keep the array until after its results are ready, and abort a process that exits meanwhile.
-        return buffer if self._on_one_gpu else self.put(buffer)
+        if self._on_one_gpu:
+            return array
+        return self.put(array) if place is None else jax.device_put(array, place)
 
     def put(self, arrays: Any) -> Any:
         return jax.tree.map(self._put, arrays) if self._spans_hosts else jax.device_put(arrays, self.shapes.replicated)

@@ -1,6 +1,7 @@
 """Loads blocks that waiting requests need from cache tiers."""
 
 import time
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ from jaxllm.scheduler_stats import SchedulerStats
 if TYPE_CHECKING:
     from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 
+_STORES_AT_ONCE = 3
+"""Most stores that an otherwise idle engine begins with a plan for the sake of loads: to launch more takes longer than the copies take that
+are under way, whose ends nobody would notice."""
 _LONGEST_STEP_SECONDS = 1.0
 """More time than this between two steps, e.g. a pause or a compilation, says nothing of how long loads take."""
 
@@ -51,6 +55,10 @@ class Loading:
         self._ops: list[AnyDeviceOp] = []
         """Operations of the step that is being planned."""
         self._load_blocks = min((tier.load_blocks for tier in tiers), default=0)
+        self._copy_blocks = min((tier.copy_blocks for tier in tiers), default=1)
+        self._store_blocks = _STORES_AT_ONCE * self._copy_blocks
+        self._others_run = self._awaits_stores = False
+        """Whether requests run, and whether a load lately took fewer blocks than it could, because contents were not stored yet."""
         self._patience_seconds = max((tier.patience_seconds for tier in tiers), default=0.0)
         self._seconds = 0.0
         """Time in which steps were planned, one shortly after the other."""
@@ -67,6 +75,7 @@ class Loading:
         now = time.monotonic()
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now
+        self._others_run = others_run
         self._ops = []
         for tier in self._tiers:
             found = tier.begin_step(step_id, done_step_id, decodes=decodes)
@@ -108,17 +117,15 @@ class Loading:
         load.copies.remove(copy)
         load.deadline = self._seconds + self._patience_seconds
         self._arriving.difference_update(copy.names)
-        request, arrived = load.request, list[tuple[KVCacheBlock, bytes]]()
-        for block, name, source, right in zip(copy.blocks, copy.names, copy.sources, is_right, strict=True):
-            if right:
-                arrived.append((block, name))
-                if is_of_states(name):
-                    continue
-                request.num_loaded_blocks[source] = request.num_loaded_blocks.get(source, 0) + 1
-            else:
-                request.loads_blocks = False
-                load.stop()
-        self._manager.publish_loaded(request, arrived)
+        request = load.request
+        all_blocks = zip(copy.blocks, copy.names, copy.sources, is_right, strict=True)
+        arrived = [(block, name, source) for block, name, source, right in all_blocks if right]
+        if len(arrived) < len(copy.blocks):
+            request.loads_blocks = False
+            load.stop()
+        for source, count in Counter(source for _, name, source in arrived if not is_of_states(name)).items():
+            request.num_loaded_blocks[source] = request.num_loaded_blocks.get(source, 0) + count
+        self._manager.publish_loaded(request, ((block, name) for block, name, _ in arrived))
 
     # Loads
 
@@ -137,12 +144,12 @@ class Loading:
         names = self._names_worth_loading(request, num_cached_tokens)
         if not names:
             return False
-        while self._num_needed(request, names) > pool.num_free_blocks - num_reserved_blocks:
+        found = {name: block for name in names if (block := pool.find(name)) is not None}
+        while self._num_needed(request, names, found.values()) > pool.num_free_blocks - num_reserved_blocks:
             if self._awaited(names):
                 return True
             if not self._end_awaiting():
                 return False
-        found = {name: block for name in names if (block := pool.find(name)) is not None}
         pool.touch(found.values())
         left = [name for name in names if name not in found]
         load = Load(request, names, left, self._seconds + self._patience_seconds, found)
@@ -153,10 +160,9 @@ class Loading:
         self._go_on(load, pool.num_free_blocks - num_reserved_blocks)
         return True
 
-    def _num_needed(self, request: Request, names: Sequence[bytes]) -> int:
-        """Free blocks that a request takes with these contents."""
-        found = map(self._manager.pool.find, names)
-        num_shared = sum(block is not None and block.ref_count > 0 for block in found)
+    def _num_needed(self, request: Request, names: Sequence[bytes], found: Iterable[KVCacheBlock]) -> int:
+        """Free blocks that a request takes with these contents, of which the pool has some."""
+        num_shared = sum(block.ref_count > 0 for block in found)
         return max(len(names), self._manager.num_blocks_for(request.num_tokens)) - num_shared
 
     def _names_worth_loading(self, request: Request, num_cached_tokens: int) -> list[bytes]:
@@ -217,6 +223,8 @@ class Loading:
     def _go_on(self, load: Load, num_spare: int) -> None:
         """Take the next blocks of a load, at most `num_spare` free ones: those that the pool has by now, and those that a tier loads."""
         pool, most = self._manager.pool, self._load_blocks - len(self._arriving)
+        if self._awaits_stores and not self._others_run:
+            most = min(most, self._store_blocks)  # no more will be stored: to look for them takes time
         load.is_awaiting = bool(self._awaited(load.left[:1]))
         if not load.left or load.is_awaiting or min(most, num_spare) <= 0:
             load.deadline = self._seconds + self._patience_seconds
@@ -236,7 +244,9 @@ class Loading:
                 load.held[name] = block
             position += 1
         num_evictable = self._num_evictable(len(wanted))
-        taken, rest = wanted[:num_evictable], [*wanted[num_evictable:], *load.left[position:]]
+        self._awaits_stores = num_evictable < len(wanted)
+        num_taken = self._whole_copies(load, num_evictable) if num_evictable < len(load.left) else num_evictable
+        taken, rest = wanted[:num_taken], [*wanted[num_taken:], *load.left[position:]]
         # Only now: what was stored for it may have taken the place of what it wants.
         tier_of = self._find(taken)
         num_there = next((index for index, name in enumerate(taken) if name not in tier_of), len(taken))
@@ -244,6 +254,12 @@ class Loading:
             load.deadline = self._seconds + self._patience_seconds
         load.left = rest if num_there == len(taken) else []
         self._load(load, taken[:num_there], tier_of)
+
+    def _whole_copies(self, load: Load, count: int) -> int:
+        """How many of the next `count` blocks of a load that has more to take now: each copy costs the host the same time. All, if there is
+        nothing else to wait for."""
+        rest = count % self._copy_blocks
+        return count - rest if count > rest or load.copies else count
 
     def _load(self, load: Load, names: Sequence[bytes], tier_of: dict[bytes, CacheTier]) -> None:
         if not names:
@@ -267,7 +283,7 @@ class Loading:
         blocks = self._manager.pool.next_free(count)
         if not self._storing.unstored(blocks):
             return count
-        self._ops += self._storing.store_ahead(count)
+        self._ops += self._storing.store_ahead(count if self._others_run else min(count, self._store_blocks))
         lost = self._storing.unstored(blocks)
         return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 

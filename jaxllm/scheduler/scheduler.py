@@ -268,7 +268,8 @@ class Scheduler(ScheduledRequests):
         return self._refusal is not None and self._refusal.holds(request, num_spare_blocks)
 
     def _admit(self, request: Request, prefix: CachedPrefix) -> NewRequestData:
-        self._refusal = None
+        if self._refusal is not None and self._refusal.request is request:
+            self._refusal = None
         self.running.append(request)
         for room in self.rooms:
             room.take(request)

@@ -99,6 +99,21 @@ class Copies:
                 self.copier.wait(1.0)
         return num_done
 
+    def pipelined_stores(self, count: int) -> int:
+        """Gather and copy, with all buffers in use. Returns the number of batches."""
+        buffers, buffer_of, num_done = list(range(self.copier.num_staging)), dict[int, int](), 0
+        while num_done < count:
+            over = [buffer_of.pop(copy.number) for copy in self._taken()]
+            buffers += over
+            num_done += len(over)
+            if buffers and num_done + len(buffer_of) < count:
+                number, _, slots = self._next()
+                buffer_of[number] = buffers.pop()
+                self._dispatch([GatherBlocks(number, buffer_of[number], self.blocks, slots)])
+            elif num_done < count:
+                self.copier.wait(1.0)
+        return num_done
+
     def go_on(self, begin: Callable[[], CopyBlocks] | None) -> int:
         """Have the next plan carry copies, for all buffers that are free. Returns how many were over."""
         over = {copy.number for copy in self._taken()}

@@ -365,7 +365,7 @@ def test_contents_that_were_used_outlive_new_ones_up_to_a_share() -> None:
     for number in range(9):
         content = contents.get(bytes([number]))
         assert content is not None
-        contents.protect(content)
+        contents.protect([content])
     evicted = []
     for number in range(20, 25):
         before = {bytes([n]) for n in range(30) if contents.get(bytes([n]))}
@@ -386,7 +386,7 @@ def test_without_a_protected_share_the_content_used_longest_ago_makes_room() -> 
         contents.release(added)
         contents.check_integrity({})
         if (first := contents.get(b"a")) is not None and name == b"c":
-            contents.use(first)
+            contents.use([first])
             contents.release(first)
     assert [name for name in (b"a", b"b", b"c", b"d") if contents.get(name) is None] == [b"b"]
 

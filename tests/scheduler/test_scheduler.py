@@ -279,7 +279,7 @@ def test_the_watermark_keeps_blocks_free_only_while_something_runs():
     assert list(step(scheduler)[0].num_scheduled_tokens) == ["b", "c"]
 
 
-def test_a_refused_request_is_not_looked_up_again_until_something_changes(monkeypatch):
+def test_a_refused_request_is_not_looked_up_again_until_it_may_fit(monkeypatch):
     scheduler = make_scheduler(num_blocks=15)
     add(scheduler, make_request("a", 48, max_tokens=40), make_request("b", 48, max_tokens=60))
     step(scheduler)
@@ -291,9 +291,13 @@ def test_a_refused_request_is_not_looked_up_again_until_something_changes(monkey
     )
     while scheduler.requests.get("a"):
         step(scheduler)
+    step(scheduler)  # a's blocks are free now, but it needs more
     assert len(lookups) == 1
-    step(scheduler)  # a's blocks are free now
-    assert len(lookups) == 2
+    while scheduler.requests.get("b"):
+        step(scheduler)
+    assert len(lookups) == 1
+    step(scheduler)
+    assert len(lookups) == 2 and [request.request_id for request in scheduler.running] == ["c"]
 
 
 def test_a_refused_request_enters_as_soon_as_another_has_computed_its_beginning():

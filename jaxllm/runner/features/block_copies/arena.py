@@ -131,9 +131,9 @@ class Arena:
         return self._gathered(slots, lambda region: region.sums)
 
     def _gathered(self, slots: Sequence[int], array: "Callable[[Arena | Region], np.ndarray]") -> np.ndarray:
-        places = list(map(place, slots))
-        if not any(region for region, _ in places):
+        if max(slots, default=0) >> REGION_BITS == 0:
             return array(self)[slots]
+        places = map(place, slots)
         return np.stack([array(self.regions[region] if region else self)[index] for region, index in places])
 
     def _shared_memory(self) -> mmap.mmap:

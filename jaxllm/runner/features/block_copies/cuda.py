@@ -314,18 +314,18 @@ def _installed() -> Iterator[str]:
         yield from map(str, sorted(Path(root, "nvidia").glob("**/libcudart.so.*")))
 
 
-def runs(slots: Iterable[int], piece: int, lent_piece: int) -> Iterator[tuple[int, int, int]]:
+def runs(slots: Sequence[int], piece: int, lent_piece: int) -> Iterator[tuple[int, int, int]]:
     """(row, slot, count) of runs of consecutive slots: each is one copy. None reaches from one region, or one piece of so many slots, into
     the next."""
 
-    def key(each: tuple[int, int]) -> tuple[int, int, int]:
-        row, slot = each
-        region, index = place(slot)
-        return slot - row, region, index // (lent_piece if region else piece)
-
-    for _, run in itertools.groupby(enumerate(slots), key=key):
-        first, *rest = run
-        yield *first, 1 + len(rest)
+    first = 0
+    for row in range(1, len(slots) + 1):
+        if row < len(slots) and (slot := slots[row]) == slots[row - 1] + 1:
+            region, index = place(slot)
+            if index % (lent_piece if region else piece):
+                continue
+        yield first, slots[first], row - first
+        first = row
 
 
 def _at(address: int) -> ctypes.c_void_p:

@@ -114,7 +114,7 @@ def gather(
     """Start to read at most `size` blocks of a runner. Returns what `Gather` does; rows behind have the null block."""
     ids_n = np.zeros(size, np.int32)
     ids_n[: len(block_ids)] = block_ids
-    return program(runner.caches, runner.put(ids_n), staging)  # type: ignore[no-any-return]
+    return program(runner.caches, runner.argument(ids_n), staging)  # type: ignore[no-any-return]
 
 
 def scatter(
@@ -125,6 +125,7 @@ def scatter(
     ids_n[: len(block_ids)] = block_ids
     padded = np.zeros((len(sums_DnH), size, sums_DnH.shape[2]), np.uint32)
     padded[:, : len(block_ids)] = sums_DnH
-    caches, is_right_Dn = program(runner.caches, runner.put(ids_n), staging, jax.device_put(padded, staging.sharding))
+    sums = runner.argument(padded, staging.sharding)
+    caches, is_right_Dn = program(runner.caches, runner.argument(ids_n), staging, sums)
     runner.caches = tuple(caches)
     return is_right_Dn  # type: ignore[no-any-return]
