@@ -78,6 +78,11 @@ class CacheTier(Protocol):
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens.
         decodes: requests wait for tokens that the step draws, so it should not take much longer."""
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether contents that engines with the same store may ask for are on the way there, so that plans are needed even if there are no
+        requests. Only where contents are stored as soon as they are computed."""
+
     def end_step(self) -> Sequence[AnyDeviceOp]:
         """The step is planned. Returns operations of the loads that began with it, which come before all others of the step."""
 

@@ -37,11 +37,12 @@ class Loading:
         store_filter: StoreFilter | None = None,
         *,
         stores_cold: bool = True,
+        stores_computed: bool = False,
     ):
         """tiers: none if blocks are in the pool alone; then nothing is loaded. store_filter: see Storing. stores_cold: whether tiers are
-        offered what leaves the pool, in addition to what they keep for other engines."""
+        offered what leaves the pool, in addition to what they keep for other engines. stores_computed: see Storing."""
         self._manager, self._tiers = manager, tiers
-        self._storing = Storing(manager.pool, tiers if stores_cold else (), store_filter)
+        self.storing = Storing(manager.pool, tiers if stores_cold else (), store_filter, stores_computed=stores_computed)
         self.keeping = Keeping(manager, tiers)
         """For engines that continue prompts of this one."""
         self._loads: dict[str, Load] = {}
@@ -76,7 +77,7 @@ class Loading:
         if self._loads:
             self._end_late()
         # Where nothing else needs blocks, loads store what they evict themselves, and are not held up by more.
-        self._ops += self._storing.begin_step(stores_cold=others_run or not self._loads)
+        self._ops += self.storing.begin_step(stores_cold=others_run or not self._loads, others_run=others_run)
 
     def _end_loaded(self, tier: CacheTier, loaded: Iterable[tuple[int, Sequence[bool]]]) -> None:
         copies = {copy.load_id: (load, copy) for load in self._loads.values() for copy in load.copies if copy.tier is tier}
@@ -98,7 +99,7 @@ class Loading:
         """Take the operations for tiers in the step that is being planned, once it is."""
         if not self._tiers:
             return []
-        self._ops += self._storing.end_step()
+        self._ops += self.storing.end_step()
         # Those that begin copies at once come before those whose programs take the host's time to launch.
         ops = [op for tier in self._tiers for op in tier.end_step()] if self._loads else []
         ops, self._ops = [*ops, *self._ops], []
@@ -265,10 +266,10 @@ class Loading:
         if not count:
             return 0
         blocks = self._manager.pool.next_free(count)
-        if not self._storing.unstored(blocks):
+        if not self.storing.unstored(blocks):
             return count
-        self._ops += self._storing.store_ahead(count)
-        lost = self._storing.unstored(blocks)
+        self._ops += self.storing.store_ahead(count)
+        lost = self.storing.unstored(blocks)
         return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 
     def is_under_way(self, request: Request) -> bool:
@@ -309,10 +310,15 @@ class Loading:
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - self._seconds)))
-        elif self._loads or self.keeping.is_keeping:
+        elif self._loads or self.is_storing:
             self._tiers[0].wait(seconds)  # for stores
 
     # Stores
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether contents are still to be stored for other engines, so that plans are needed even if there are no requests."""
+        return self.keeping.is_keeping or self.storing.is_behind
 
     def wait_for_stores(self, num_tokens: int) -> None:
         """See CacheTier."""

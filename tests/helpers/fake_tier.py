@@ -99,6 +99,10 @@ class FakeTier:
     def wants(self, names: Sequence[bytes]) -> set[bytes]:
         return set(names) - self.contents.keys() - self.stores.keys()
 
+    @property
+    def is_storing(self) -> bool:
+        return bool(self.stores)
+
     def end_step(self) -> list[DeviceOp]:
         return []
 

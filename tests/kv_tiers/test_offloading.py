@@ -25,6 +25,7 @@ CASES: list[list[Any]] = [
     ["glm_moe_dsa", {"tensor_parallel_size": 2, "async_scheduling": False}],
     ["llama_gqa", {"speculative_config": NGRAM}],
     ["qwen2", {"tensor_parallel_size": 4, "async_scheduling": False}],  # more devices than KV heads
+    ["qwen3", {"kv_offloading_write": "full"}],
 ]
 NUM_BLOCKS = 20
 
@@ -46,7 +47,8 @@ def tier_of(core: EngineCore) -> HostTier:
 
 def expected(name: str, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
     """The tokens of an engine without a tier that computes each prompt alone and whole."""
-    core = make_core(name, shares_programs=True, **{"num_gpu_blocks_override": NUM_BLOCKS, **options})
+    of_tier = {"kv_offloading_write": "cold"}
+    core = make_core(name, shares_programs=True, **{"num_gpu_blocks_override": NUM_BLOCKS, **options, **of_tier})
     tokens = []
     for prompt in prompts:
         core.reset_prefix_cache()
@@ -240,6 +242,7 @@ DECODE = {"kv_role": "decode"}
             {**DECODE, "kv_events_config": {"enable_kv_cache_events": True}},
             "prefill engines pass on whole prompts",
         ),
+        ("qwen3_next", {**DECODE, "kv_offloading_write": "full"}, "kv_offloading_write would keep or tell prefixes"),
         ("qwen3_next", {"kv_role": "prefill", "enable_chunked_prefill": False}, "takes its states between two chunks"),
         ("qwen3", {"kv_offloading_size": 1e-6}, "less than a block"),
         ("qwen3", {"kv_offloading_size": 900_000.0}, "of memory are free"),

@@ -284,7 +284,10 @@ class _Load:
             assert self.engine.in_flight or self.is_loading, "requests wait and nothing runs"
             self.collect()
         assert not self.live, "a request never ends"
-        while self.engine.in_flight:
+        for _ in range(3000):
+            if not self.engine.in_flight and not self.engine.scheduler.has_requests():
+                break
+            self.engine.dispatch()
             assert self.engine.collect() == []
 
 
