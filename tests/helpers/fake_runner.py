@@ -381,6 +381,8 @@ class FakeRunner:
         for block, offset, value in self.written.pop(request_id, ()):
             if self.memory[block][offset] is value and not manager.pool.blocks[block].ref_count:
                 self.memory[block][offset] = DAMAGED
+        if self.device.copies is not None:
+            self.device.copies.damage(wrong, DAMAGED)
         for tier in manager.loading._tiers:
             if isinstance(tier, FakeTier):
                 for content in (*tier.contents.values(), *(content for _, content in tier.stores.values())):

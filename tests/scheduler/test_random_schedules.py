@@ -115,6 +115,10 @@ class _Load:
     num_made: int = 0
     share_again: float = 0.0
     """Part of the prompts that were asked before."""
+    num_prompts: int = 1_000_000
+    """So many of the latest prompts are asked again."""
+    share_start_over: float = 0.0
+    """See `run_load`."""
     asked: list[list[int]] = field(default_factory=list)
     max_item_tokens: int = 0
     with_items: list[tuple[list[int], tuple[PromptItem, ...]]] = field(default_factory=list)
@@ -124,6 +128,8 @@ class _Load:
     check_routers: Callable[[], None] = lambda: None
 
     def event(self) -> None:
+        if self.share_start_over and self.rng.random() < self.share_start_over:
+            self.engine.start_over()
         kind = self.rng.random()
         if kind < 0.25:
             self.add()
@@ -172,7 +178,7 @@ class _Load:
         base = [rng.randrange(2)] * rng.choice([0, 4, 8, 9, 16, 24])
         prompt = base + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 1, 3, 12]))] or [1]
         if self.share_again and self.asked and rng.random() < self.share_again:
-            prompt = rng.choice(self.asked).copy()
+            prompt = rng.choice(self.asked[-self.num_prompts :]).copy()
         self.asked.append(prompt.copy())
         self.num_made += 1
         request_id = f"r{rng.randrange(6)}" if self.reuse_ids else f"r{self.num_made}"
@@ -351,9 +357,11 @@ def run_load(
     num_ranks: int = 1,
     make_tier: Callable[[random.Random], tuple[CacheTier, Any]] | None = None,
     share_again: float = 0.0,
+    num_prompts: int = 1_000_000,
     num_events: int = 80,
     num_state_blocks: int = 0,
     share_rowless: float = 0.0,
+    share_start_over: float = 0.0,
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
@@ -361,9 +369,10 @@ def run_load(
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
     how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. decode_step: most that a step encodes
     in which requests decode; 0: as in others. whole_items: a step must compute all that is left of an item. tiers: arguments of fake
-    tiers. num_ranks: data-parallel ranks. make_tier: makes a further tier, and what runs its
+    tiers. num_prompts: see `_Load`. num_ranks: data-parallel ranks. make_tier: makes a further tier, and what runs its
     operations on the fake device. share_again: part of the prompts that were asked before. num_state_blocks: blocks of a row's state;
-    0: there are no states. share_rowless: part of the admissions whose request gets no row.
+    0: there are no states. share_rowless: part of the admissions whose request gets no row. share_start_over: part of the events
+    before which the engine starts over, in addition to those that do.
     """
     max_model_len = 46
     control = None
@@ -423,7 +432,8 @@ def run_load(
     for each in engine.schedulers if options["scheduling_policy"] == "fair" else ():
         each._turns = Turns(patience_seconds=0)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
-    load.max_item_tokens, load.share_again = max_item_tokens, share_again
+    load.max_item_tokens, load.share_again, load.num_prompts = max_item_tokens, share_again, num_prompts
+    load.share_start_over = share_start_over
     for runner in engine.runners:
         runner.device.whole_items, runner.device.copies = whole_items, copies
         if share_rowless:
