@@ -5,7 +5,6 @@ from typing import Any
 
 _EXCLUDED: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "each stage has blocks of its own layers"),
-    "prefill_context_parallel_size": (1, "devices split the tokens of a block"),
     "nnodes": (1, "the host memory of one host is used"),
 }
 

@@ -27,7 +27,7 @@ from tests.scheduler.test_random_schedules import TIMES
 VOCAB, BLOCK, NUM_PROMPTS, PROMPT_TOKENS, NUM_OUTPUT = 50, 16, 12, 500, 2
 NUM_LOADED_TOKENS = 150_000 * TIMES
 NUM_SLOTS = 250
-"""Of the 400 blocks of all prompts; the pool has 100."""
+"""All prompts have 400 blocks, and the pool 100."""
 SHARE_IN_MEMORY, SHARE_IN_FILES = 0.1, 0.02
 """Steps before which a bit changes."""
 

@@ -116,12 +116,21 @@ def test_full_writes_files_while_nothing_leaves_the_devices(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), [("qwen2", (4, 2)), ("qwen2", (2, 4))])
-def test_files_do_not_depend_on_how_many_devices_share_the_heads(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("qwen2", (4, 2), {}),
+        ("qwen2", (2, 4), {}),
+        ("qwen2", (2, 1), {"prefill_context_parallel_size": 2, "block_size": 8}),
+    ],
+)
+def test_files_do_not_depend_on_how_many_devices_share_the_heads(
+    name: str, sizes: tuple[int, int], options: dict[str, Any], tmp_path: Path
+) -> None:
     prompts = make_prompts(8)
     wanted = expected(name, prompts)
     for size, is_first in zip(sizes, (True, False), strict=True):
-        core = make_with_disk(tmp_path / "kv", name, NUM_SLOTS if is_first else 200, tensor_parallel_size=size)
+        core = make_with_disk(tmp_path / "kv", name, NUM_SLOTS if is_first else 200, tensor_parallel_size=size, **options)
         if is_first:
             write_all(core, prompts, wanted)
         else:

@@ -26,6 +26,7 @@ CASES: list[list[Any]] = [
     ["llama_gqa", {"speculative_config": NGRAM}],
     ["qwen2", {"tensor_parallel_size": 4, "async_scheduling": False}],  # more devices than KV heads
     ["qwen3", {"kv_offloading_write": "full"}],
+    ["gpt_oss", {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "block_size": 8}],
 ]
 NUM_BLOCKS = 20
 
@@ -251,11 +252,6 @@ DECODE = {"kv_role": "decode"}
         ("qwen3", {"enable_prefix_caching": False}, "prefix caching, which is off"),
         ("qwen3", {"kv_offloading_size": float("nan")}, "is nan, must be at least 0"),
         ("qwen3", {"pipeline_parallel_size": 2}, "each stage has blocks of its own layers"),
-        (
-            "qwen3",
-            {"prefill_context_parallel_size": 2},
-            "prefill_context_parallel_size 2, but devices split the tokens of a block",
-        ),
         ("qwen3", {"tensor_parallel_size": 2, "nnodes": 2}, "nnodes 2, but the host memory of one host is used"),
         ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}, "data-parallel ranks"),
     ],
