@@ -62,6 +62,7 @@ class HostTier:
         self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
         self.contents = Contents(copies.num_slots, protected_share, self._note_change)
         self._listener: TierListener | None = None
+        self.changed: set[bytes] | None = None
         self._numbers = itertools.count(1)
         self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks, writes_at_once=writes_at_once)
         self._has_stores = bool(stores)
@@ -86,6 +87,12 @@ class HostTier:
             return here
         found = {*here, *behind}
         return [name for name in names if name in found]
+
+    def is_in_host(self, name: bytes) -> bool:
+        return self.contents.is_kept(name)
+
+    def host_names(self) -> Iterable[bytes]:
+        return self.contents.ready_names()
 
     def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
         return self._stores.awaited(self.contents.missing(names)) if self._has_stores else ()
@@ -257,6 +264,8 @@ class HostTier:
     def _note_change(self, name: bytes, is_there: bool) -> None:
         if self._listener is not None:
             self._listener("CPU", name, is_there)
+        if self.changed is not None:
+            self.changed.add(name)
 
     # Copies
 

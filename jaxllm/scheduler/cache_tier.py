@@ -40,9 +40,17 @@ class CacheTier(Protocol):
     """Most blocks of a load: as soon as one is over, the next begins."""
     listener: TierListener | None
     """If set, called with contents that can be loaded from now on, and with those that no longer can."""
+    changed: set[bytes] | None
+    """If set, receives the contents for which `is_in_host` changes."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now."""
+
+    def is_in_host(self, name: bytes) -> bool:
+        """Whether a content can be loaded from host memory, whatever else has it."""
+
+    def host_names(self) -> Iterable[bytes]:
+        """All contents that can."""
 
     def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it cannot load yet and may later, because another engine computes them: loads wait for them."""

@@ -1,16 +1,23 @@
 """Engines whose blocks leave for host memory and come back: the tokens are those of prompts that are computed alone."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from jaxllm.cache_events import CacheEvents
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import ConfigError
 from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.request import EngineCoreRequest
+from jaxllm.routing.balancer import Balancer
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.block_hash import hashes_of
 from tests.helpers import goldens, peft_files
 from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.engines import make_core
@@ -41,7 +48,7 @@ def make(name: str, **options: Any) -> EngineCore:
 
 def tier_of(core: EngineCore) -> HostTier:
     """The tier of an engine."""
-    (tier,) = core.scheduler.cache_manager.loading._tiers
+    (tier,) = core.scheduler.cache_manager.loading.tiers
     assert isinstance(tier, HostTier)
     return tier
 
@@ -72,6 +79,35 @@ def test_tokens_are_those_without_a_tier(case: list[Any]) -> None:
     assert 16 * NUM_BLOCKS < stats.external_prefix_cache_hits < stats.external_prefix_cache_queries
     assert stats.external_prefix_cache_hits <= stats.prefix_cache_hits + stats.resumed_prefix_cache_hits
     core.check_integrity()
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_balancers_know_what_host_memory_has() -> None:
+    prompts = make_prompts(8)
+    core = make("qwen3")
+    balancer = Balancer(2, block_size=16, max_num_seqs=4)
+    for replica in range(2):
+        balancer.set_up(replica)
+    core.publish_cache_events()
+    client = Client(core, prompts)
+    for _ in range(2):
+        client.run()
+        sent = msgspec.msgpack.encode(core.take_cache_events())
+        balancer.note_events(1, msgspec.msgpack.decode(sent, type=CacheEvents))
+    pool, tier = core.scheduler.cache_manager.pool, tier_of(core)
+    num_in_host = 0
+    for prompt in prompts:
+        request = EngineCoreRequest(request_id="r", prompt_token_ids=prompt, sampling_params=SamplingParams(max_tokens=1))
+        hashes = list(hashes_of(prompt, 16, "sha256", {}))
+        found = balancer._cached_of(request)
+        assert found is not None and found.on_devices[0] == found.in_host[0] == 0
+        on_devices = len(list(itertools.takewhile(pool.is_cached, hashes)))
+        anywhere = len(list(itertools.takewhile(lambda name: pool.is_cached(name) or tier.is_in_host(name), hashes)))
+        assert (found.on_devices[1], found.in_host[1]) == (16 * on_devices, 16 * (anywhere - on_devices))
+        num_in_host += anywhere - on_devices
+    assert num_in_host > 5
+    assert core.cache_snapshot().with_host is not None
     core.shutdown()
 
 

@@ -44,8 +44,13 @@ class _Reader:
     """A reader that knows a prefix cache by its events alone."""
 
     known: set[bytes] = field(default_factory=set)
+    with_host: "_Reader | None" = None
+    """A reader of what can be found there or in host memory."""
 
     def read(self, events: CacheEvents) -> None:
+        if events.with_host is not None:
+            self.with_host = self.with_host or _Reader()
+            self.with_host.read(events.with_host)
         assert not len(events.stored) % KEY_BYTES and not len(events.removed) % KEY_BYTES
         stored, removed = (_cut(keys) for keys in (events.stored, events.removed))
         assert not stored & removed
@@ -172,6 +177,10 @@ class _Load:
             # The hashes of groups after the first are longer.
             found = {name[:KEY_BYTES] for name in manager.pool.cached_hashes() if len(name) == HASH_BYTES}
             assert all(reader.known == found for reader in self.readers)
+            if tiers := manager.loading.tiers:
+                in_host = {name[:KEY_BYTES] for tier in tiers for name in tier.host_names() if len(name) == HASH_BYTES}
+                assert all(reader.with_host is not None for reader in self.readers)
+                assert all(reader.with_host.known == found | in_host for reader in self.readers)
 
     def add(self) -> None:
         rng = self.rng
