@@ -19,4 +19,4 @@ class CacheEvents(msgspec.Struct, array_like=True):
     removed: bytes = b""
     """Keys of blocks that can no longer be found."""
     with_host: "CacheEvents | None" = None
-    """The same of blocks that can be found there or in host memory; None: no blocks are kept there."""
+    """Changes of the blocks that are on the devices or in host memory; None: host memory keeps none."""

@@ -29,7 +29,7 @@ class _Cached(NamedTuple):
 
     on_devices: np.ndarray
     in_host: np.ndarray
-    """Those behind them that it has in host memory. They need blocks on the devices, as if they were computed."""
+    """Further tokens in host memory: computed ones need as many blocks on the devices."""
 
 
 class Balancer:

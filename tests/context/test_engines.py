@@ -13,9 +13,7 @@ from jaxllm.kernel_policy import CPU
 from scripts.gpu_checks import traffic
 from tests.expert_load import test_counts
 from tests.helpers import engines, goldens, peft_files
-from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.parity import check
-from tests.kv_tiers import test_offloading
 
 NAME = "llama_gqa"
 
@@ -56,18 +54,6 @@ def test_tokens_and_prompt_logprobs_are_right(core, options):
     assert (core.stats().num_preemptions > 0) == ("num_blocks" in options)
     check(NAME, core, prompt_logprobs=False)
     assert core.stats().prefix_cache_hits > 0 or "num_blocks" in options
-
-
-@pytest.mark.slow
-def test_blocks_come_back_from_host_memory():
-    prompts = make_prompts(8)
-    wanted = test_offloading.expected(NAME, prompts)
-    core = test_offloading.make(NAME, kernel_policy=POLICY, prefill_context_parallel_size=2, block_size=8)
-    client = Client(core, prompts)
-    for _ in range(3):
-        assert client.run() == wanted
-    assert core.stats().num_loaded_blocks > test_offloading.NUM_BLOCKS and not core.stats().num_damaged_blocks
-    core.shutdown()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import ConfigError
+from jaxllm.kernel_policy import CPU
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.request import EngineCoreRequest
 from jaxllm.routing.balancer import Balancer
@@ -79,6 +81,19 @@ def test_tokens_are_those_without_a_tier(case: list[Any]) -> None:
     assert 16 * NUM_BLOCKS < stats.external_prefix_cache_hits < stats.external_prefix_cache_queries
     assert stats.external_prefix_cache_hits <= stats.prefix_cache_hits + stats.resumed_prefix_cache_hits
     core.check_integrity()
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_devices_that_split_the_tokens_of_steps_load_blocks() -> None:
+    prompts = make_prompts(8)
+    wanted = expected("llama_gqa", prompts)
+    policy = replace(CPU, min_shared_tokens=16)  # steps of the tiny model are shared out too
+    core = make("llama_gqa", kernel_policy=policy, prefill_context_parallel_size=2, block_size=8)
+    client = Client(core, prompts)
+    for _ in range(3):
+        assert client.run() == wanted
+    assert core.stats().num_loaded_blocks > NUM_BLOCKS and not core.stats().num_damaged_blocks
     core.shutdown()
 
 
