@@ -18,3 +18,5 @@ class CacheEvents(msgspec.Struct, array_like=True):
     """The first `KEY_BYTES` of the hash of each block that can be found, one after the other."""
     removed: bytes = b""
     """Keys of blocks that can no longer be found."""
+    with_host: "CacheEvents | None" = None
+    """Changes of the blocks that are on the devices or in host memory; None: host memory keeps none."""

@@ -160,6 +160,11 @@ class CacheOptions:
         float | None,
         "GiB for all files in kv_offloading_disk, of all engines that use it: those not used for longest are removed",
     ] = None
+    kv_offloading_write: Annotated[
+        Literal["cold", "full"],
+        "which blocks host memory and what is behind it get: those that the devices, and then host memory, evict next (cold), or each as "
+        "soon as it is computed (full), for engines that share files or a store (docs/KV_OFFLOADING.md)",
+    ] = "cold"
     kv_transfer_config: Annotated[
         dict[str, Any] | None,
         "JSON object of what keeps blocks that leave the devices, with vLLM's names: kv_connector OffloadingConnector for host memory, "

@@ -23,6 +23,9 @@ class HostTierOptions:
     """Contents that are counted for it."""
     offload_prompt_only: bool = False
     """Whether to store only contents that stand in a prompt."""
+    lazy_offload: bool | None = None
+    """Whether contents are stored shortly before the devices evict them, rather than as soon as they are computed; None: as
+    kv_offloading_write says."""
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> "HostTierOptions":
@@ -41,7 +44,7 @@ class HostTierOptions:
                 taken = ", ".join((*known, *NO_EFFECT))
                 raise ConfigError(f"kv_connector_extra_config has {name!r}, which is unknown; it takes {taken}")
             else:
-                given[name] = _whole(value) if name != "offload_prompt_only" else value
+                given[name] = value if isinstance(value, bool) else _whole(value)
                 if (holds := _RANGES[name])[0](given[name]) is not True:
                     raise ConfigError(f"{how}, must be {holds[1]}")
         return cls(**given)
@@ -64,7 +67,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "store_threshold": (_is_int(0), "a whole number, at least 0"),
     "max_tracker_size": (_is_int(1), "a whole number, at least 1"),
-    "offload_prompt_only": (lambda value: isinstance(value, bool), "true or false"),
+    **dict.fromkeys(("offload_prompt_only", "lazy_offload"), (lambda value: isinstance(value, bool), "true or false")),
 }
 _BLOCKS = "what is kept is a block of --block-size tokens"
 _ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -84,6 +87,5 @@ _ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Further keys of vLLM's offloading connectors, which may only have these values, and why."""
 NO_EFFECT: Mapping[str, str] = {
     "canonical_layout": "contents have the same layout for any number of devices",
-    "lazy_offload": "contents are always stored shortly before the devices evict them",
 }
 """Further keys that change nothing, and why."""

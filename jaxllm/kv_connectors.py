@@ -117,17 +117,19 @@ _TYPES: Mapping[str, type] = {
 
 
 def _offloading(config: KVTransferConfig) -> dict[str, Any]:
-    """Set the size of the host tier."""
+    """Set the size of the host tier, and when it is written."""
     if config.kv_role != "kv_both":
         raise ConfigError(f"{NAME}.kv_role is {config.kv_role}, but host memory is written and read; give kv_both")
-    size = config.host_tier().cpu_bytes_to_use
+    tier = config.host_tier()
+    size = tier.cpu_bytes_to_use
     if size is None:
         if config.kv_connector != "SimpleCPUOffloadConnector":
             raise ConfigError(
                 "kv_connector_extra_config.cpu_bytes_to_use is missing; give the bytes of host memory for all devices of an engine"
             )
         size = DEFAULT_SIMPLE_BYTES
-    return {SIZE: size / 2**30}
+    write = {} if tier.lazy_offload is None else {"kv_offloading_write": "cold" if tier.lazy_offload else "full"}
+    return {SIZE: size / 2**30, **write}
 
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}

@@ -5,7 +5,6 @@ from typing import Any
 
 _EXCLUDED: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "each stage has blocks of its own layers"),
-    "prefill_context_parallel_size": (1, "devices split the tokens of a block"),
     "nnodes": (1, "the host memory of one host is used"),
 }
 
@@ -15,7 +14,7 @@ def kv_offloading_faults(flat: Mapping[str, Any]) -> list[str]:
     size = flat["kv_offloading_size"]
     disk_faults = _disk_faults(flat)
     if not isinstance(size, int | float) or size <= 0:
-        return disk_faults
+        return disk_faults + _write_faults(flat)
     given = f"kv_offloading_size is {size}"
     faults = disk_faults + [
         f"{given} and {name} {flat[name]}, but {reason}; leave one of them out"
@@ -27,6 +26,16 @@ def kv_offloading_faults(flat: Mapping[str, Any]) -> list[str]:
     if flat["enable_expert_parallel"] and flat["data_parallel_size"] != 1:
         faults.append(f"{given}, but data-parallel ranks of one engine keep blocks on devices alone; leave one of both out")
     return faults
+
+
+def _write_faults(flat: Mapping[str, Any]) -> list[str]:
+    """The fault of writing to host memory where there is none."""
+    if flat["kv_offloading_write"] == "cold":
+        return []
+    return [
+        f"kv_offloading_write is {flat['kv_offloading_write']!r}, but blocks are written to host memory, of which there is none; give "
+        "kv_offloading_size too, or leave it out"
+    ]
 
 
 def _disk_faults(flat: Mapping[str, Any]) -> list[str]:

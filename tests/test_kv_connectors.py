@@ -45,6 +45,22 @@ def test_offloading_connectors_set_the_size_of_host_memory() -> None:
     assert config.replace(max_num_seqs=3).cache == config.cache, "an option that was set by another does not contradict it"
 
 
+def test_lazy_offload_says_when_blocks_are_stored() -> None:
+    def written(**extra: Any) -> str:
+        return config_of(offloading({"cpu_bytes_to_use": GIB, **extra})).cache.kv_offloading_write
+
+    assert [written(), written(lazy_offload=True), written(lazy_offload=False)] == ["cold", "cold", "full"]
+    eager = offloading({"cpu_bytes_to_use": GIB, "lazy_offload": False})
+    with pytest.raises(
+        ConfigError, match="sets kv_offloading_write to full, but kv_offloading_write is cold; leave one of both out"
+    ):
+        config_of(eager, kv_offloading_write="cold")
+    with pytest.raises(ConfigError, match="lazy_offload is 1, must be true or false"):
+        config_of(offloading({"cpu_bytes_to_use": GIB, "lazy_offload": 1}))
+    with pytest.raises(ConfigError, match="kv_offloading_write is 'full', but .* there is none; give kv_offloading_size"):
+        EngineConfig.from_options(kv_offloading_write="full")
+
+
 def test_it_is_an_option_of_the_command_line() -> None:
     parser = command_parser("serve")
     found = parser.parse(["demo", "--kv-transfer-config", json.dumps(offloading()), "--kv-transfer-config.kv_port", "0"])
@@ -55,7 +71,12 @@ def test_keys_of_the_host_tier_are_read() -> None:
     extra = {"cpu_bytes_to_use": GIB, "eviction_policy": "lru", "store_threshold": 2, "offload_prompt_only": True}
     extra |= {"max_tracker_size": 9, "blocks_per_chunk": 1, "lazy_offload": True, "secondary_tiers": [], "block_size": None}
     wanted = HostTierOptions(
-        cpu_bytes_to_use=GIB, eviction_policy="lru", store_threshold=2, max_tracker_size=9, offload_prompt_only=True
+        cpu_bytes_to_use=GIB,
+        eviction_policy="lru",
+        store_threshold=2,
+        max_tracker_size=9,
+        offload_prompt_only=True,
+        lazy_offload=True,
     )
     assert KVTransferConfig.of(offloading(extra)).host_tier() == wanted
     assert KVTransferConfig.of(own(kv_connector_extra_config=extra)).host_tier() == HostTierOptions()
@@ -160,9 +181,11 @@ def test_a_size_of_its_own_may_not_contradict() -> None:
 def test_what_changes_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(kv_connectors, "info_once", said.append)
-    tell_unused_connector_keys(offloading({"cpu_bytes_to_use": GIB, "lazy_offload": False}, kv_port=5, kv_buffer_device="cuda"))
+    tell_unused_connector_keys(
+        offloading({"cpu_bytes_to_use": GIB, "canonical_layout": True}, kv_port=5, kv_buffer_device="cuda")
+    )
     assert len(said) == 3 and said[1].endswith("kv_port changes nothing here")
-    assert "lazy_offload changes nothing" in said[2]
+    assert "canonical_layout changes nothing" in said[2]
     tell_unused_connector_keys(own(kv_port=5))
     tell_unused_connector_keys(None)
     assert len(said) == 3

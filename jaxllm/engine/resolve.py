@@ -176,6 +176,7 @@ def _check_hand_over(config: EngineConfig, reason: str) -> None:
     """Raise ConfigError for options of an engine with a role that states by row exclude: they come with whole prompts alone."""
     excluded = {
         "kv_offloading_disk": config.cache.kv_offloading_disk,
+        "kv_offloading_write": config.cache.kv_offloading_write != "cold",
         "kv_transfer_config": KVTransferConfig.of(config.cache.kv_transfer_config).is_own,
         "kv_events_config": KVEventsConfig.of(config.observe.kv_events_config).publishes,
     }

@@ -91,6 +91,7 @@ class KVTiers:
             new_tier, self.preparations, of_role = role.new_tier, role.preparations, role.stores
         policy = self._transfer.host_tier().eviction_policy
         options = {"num_cold": num_cold, "min_tokens": MIN_LOAD_TOKENS, "protected_share": PROTECTED_SHARES[policy]}
+        options["writes_at_once"] = self._config.cache.kv_offloading_write == "full"
         with ExitStack() as failing:  # their threads end if what follows cannot be made
             stores: list[SlotStore] = []
             for store in chain(of_role, self._stores(copies, describe)):

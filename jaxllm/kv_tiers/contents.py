@@ -96,6 +96,11 @@ class Contents:
         """The contents of slots that can be loaded."""
         return {content.name for content in self._all() if content.is_ready and not content.is_lent}
 
+    def is_kept(self, name: bytes) -> bool:
+        """Whether a slot has a content that can be loaded."""
+        content = self.get(name)
+        return content is not None and content.is_ready and not content.is_lent
+
     def is_ready(self, name: bytes) -> bool:
         """Whether a content can be loaded at once."""
         content = self.get(name)

@@ -53,16 +53,19 @@ class HostTier:
         min_tokens: int = 1,
         protected_share: float = PROTECTED_SHARE,
         stores: Sequence[SlotStore] = (),
+        writes_at_once: bool = False,
     ):
         """num_cold: see CacheTier. min_tokens: fewer are computed. protected_share: see Contents. stores: in the order in which they are
-        asked."""
+        asked. writes_at_once: whether these are offered each content once it is ready."""
         self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
         self.copy_blocks = copies.max_blocks
         self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
         self.contents = Contents(copies.num_slots, protected_share, self._note_change)
         self._listener: TierListener | None = None
+        self.changed: set[bytes] | None = None
         self._numbers = itertools.count(1)
-        self._stores, self._has_stores = Stores(stores, self.contents, self._numbers, copies.max_blocks), bool(stores)
+        self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks, writes_at_once=writes_at_once)
+        self._has_stores = bool(stores)
         self._free_staging = list(range(copies.num_staging))
         self._gathering: dict[int, StoreCopy] = {}
         """Stores whose copy is under way, by its number."""
@@ -84,6 +87,12 @@ class HostTier:
             return here
         found = {*here, *behind}
         return [name for name in names if name in found]
+
+    def is_in_host(self, name: bytes) -> bool:
+        return self.contents.is_kept(name)
+
+    def host_names(self) -> Iterable[bytes]:
+        return self.contents.ready_names()
 
     def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
         return self._stores.awaited(self.contents.missing(names)) if self._has_stores else ()
@@ -177,6 +186,10 @@ class HostTier:
             self._stores.write_ahead()
         return self._loads.go_on() if self._loads.under_way else NOTHING
 
+    @property
+    def is_storing(self) -> bool:
+        return self._stores.writes_at_once and (bool(self._gathering or self._stored) or self._stores.is_behind)
+
     def end_step(self) -> Sequence[AnyDeviceOp]:
         return self._loads.stages()
 
@@ -207,6 +220,7 @@ class HostTier:
             self.contents.clear()
             self._stores.reset(external=external)
             return
+        self._stores.stop_at_once()
         # Operations may never have run. Before others do, the executor waits for copies and makes its buffers anew. Stores go on.
         for copies in (self._gathering, self._stored, self._over):
             copies.clear()
@@ -248,6 +262,8 @@ class HostTier:
     def _note_change(self, name: bytes, is_there: bool) -> None:
         if self._listener is not None:
             self._listener("CPU", name, is_there)
+        if self.changed is not None:
+            self.changed.add(name)
 
     # Copies
 
@@ -274,6 +290,7 @@ class HostTier:
     def _make_ready(self, contents: Sequence[Content]) -> None:
         for content in contents:
             self.contents.make_ready(content)
+            self._stores.note_ready(content)
         self.contents.release_all(contents)
 
     def _lasting_uses(self) -> Counter[Content]:

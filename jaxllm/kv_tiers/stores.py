@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from jaxllm.kv_tiers.contents import Content, Contents
 from jaxllm.kv_tiers.slot_store import SlotStore
@@ -17,12 +18,23 @@ _OFFER_SHARE = 1 / 8
 class Stores:
     """The stores of a host tier, in the order in which they are asked, with the transfers under way. Each has one use of its contents."""
 
-    def __init__(self, stores: Sequence[SlotStore], contents: Contents, numbers: Iterator[int], max_blocks: int):
-        """numbers: of transfers. max_blocks: most contents of a transfer."""
+    def __init__(
+        self,
+        stores: Sequence[SlotStore],
+        contents: Contents,
+        numbers: Iterator[int],
+        max_blocks: int,
+        *,
+        writes_at_once: bool = False,
+    ):
+        """numbers: of transfers. max_blocks: most contents of a transfer. writes_at_once: see HostTier."""
         self._stores, self._contents, self._numbers, self._max_blocks = stores, contents, numbers, max_blocks
         self._reads: dict[int, list[Content]] = {}
         self._writes: dict[int, tuple[SlotStore, list[Content]]] = {}
         self._num_cold = max(1, int(COLD_SHARE * contents.num_slots))
+        self.writes_at_once = writes_at_once and any(store.writes for store in stores)
+        self._ready: dict[Content, None] = {}
+        """Contents that stores are to be offered at once."""
         self._num_added = 0
         """Contents that had been added when stores were last offered cold ones."""
         self._was_refused = self._has_room = False
@@ -100,17 +112,33 @@ class Stores:
                 self._contents.remove(content)
             self._contents.release(content)
 
+    def note_ready(self, content: Content) -> None:
+        """The content of a block is complete, and right."""
+        if self.writes_at_once and content.is_listed:
+            self._ready[content] = None
+
+    def stop_at_once(self) -> None:
+        """Leave what is ready for when it makes room, but for what stores take now: there may be no further steps."""
+        if self._ready:
+            self.write_ahead()
+            self._ready.clear()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether stores take contents soon that are to be written at once."""
+        return bool(self._ready) and (not self._was_refused or bool(self._writes))
+
     def write_ahead(self) -> None:
-        """Offer stores the contents that make room next, so that they need not wait for it."""
+        """Offer stores the contents that make room next, so that they need not wait for it, and those that are to be written at once."""
         writers = [store for store in self._stores if store.writes]
         num_new = self._contents.num_added - self._num_added
-        is_due = num_new >= max(1, _OFFER_SHARE * self._num_cold) or (self._was_refused and self._has_room)
+        is_due = num_new >= (1 if self._ready else max(1, _OFFER_SHARE * self._num_cold))
+        is_due |= (self._was_refused and self._has_room) or (bool(self._ready) and not self._was_refused)
         if not writers or not is_due:
             return
         self._num_added, self._was_refused, self._has_room = self._contents.num_added, False, False
         num_writing = sum(len(contents) for _, contents in self._writes.values())
-        cold = [content for content in self._contents.cold(self._num_cold - num_writing) if not content.was_offered]
-        for part in _cut(cold, self._max_blocks):
+        for part in _cut(self._candidates(self._num_cold - num_writing), self._max_blocks):
             for store in writers:
                 there = set(store.find([content.name for content in part]))
                 for content in part:
@@ -125,6 +153,13 @@ class Stores:
                 for content in new:
                     content.was_offered = True
                     self._contents.hold(content)
+        self._ready = {content: None for content in self._ready if content.is_listed and not content.was_offered}
+
+    def _candidates(self, count: int) -> list[Content]:
+        """Contents to write, so many of each kind at most."""
+        at_once = (content for content in self._ready if content.is_listed)
+        chosen = dict.fromkeys([*islice(at_once, max(0, count)), *self._contents.cold(count)])
+        return [content for content in chosen if not content.was_offered]
 
     def uses(self) -> Counter[Content]:
         """How many transfers use each content."""

@@ -2,7 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from itertools import tee
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -17,8 +18,18 @@ from jaxllm.scheduler_stats import SchedulerStats
 RoutingPolicy = Literal["cache_aware", "least_loaded", "round_robin"]
 """How a replica is chosen. least_loaded: by vLLM's score of requests."""
 _RANK = "data_parallel_rank"
+HOST_SHARE = 0.15
+"""A token that a replica has in host memory counts as so much of one that it computes."""
 MAX_SESSIONS = 100_000
 """Sessions whose replica is remembered, the latest ones."""
+
+
+class _Cached(NamedTuple):
+    """Tokens of a prompt that each replica has: int [replicas]."""
+
+    on_devices: np.ndarray
+    in_host: np.ndarray
+    """Further tokens in host memory: computed ones need as many blocks on the devices."""
 
 
 class Balancer:
@@ -42,6 +53,9 @@ class Balancer:
         self.num_replicas = num_replicas
         self.policy = policy
         self.index = PrefixIndex(num_replicas, max_indexed_blocks)
+        self.index_with_host: PrefixIndex | None = None
+        """Blocks on devices or in host memory, once a replica has published some."""
+        self._max_indexed_blocks = max_indexed_blocks
         self.loads = Loads(num_replicas, block_size=block_size, max_num_seqs=max_num_seqs, num_api_servers=num_api_servers)
         self._block_size = block_size
         self._hash_algorithm: HashAlgorithm = hash_algorithm
@@ -78,6 +92,8 @@ class Balancer:
         self.loads.set_down(replica)
         self._stalled[replica] = self._draining[replica] = False
         self.index.forget(replica)
+        if self.index_with_host is not None:
+            self.index_with_host.forget(replica)
         self._adapter_keys[replica] = {}
         lost = self.requests_of(replica)
         for request_id in lost:
@@ -95,6 +111,10 @@ class Balancer:
         """Apply events of a replica's prefix cache, or a snapshot."""
         if self._reads_caches and self.is_up(replica):
             self.index.apply(replica, events)
+            if events.with_host is not None:
+                if self.index_with_host is None:
+                    self.index_with_host = PrefixIndex(self.num_replicas, self._max_indexed_blocks)
+                self.index_with_host.apply(replica, events.with_host)
 
     def set_adapters(self, replica: int, cache_keys: Mapping[str, str]) -> None:
         """The adapters that requests may name at a replica, with the `cache_key` of each.
@@ -120,17 +140,17 @@ class Balancer:
 
         Raises InvalidRequestError for a rank that does not exist, EngineDeadError if it is down or all are.
         """
-        cached = self._cached_tokens(request) if self._reads_caches else None
+        cached = self._cached_of(request) if self._reads_caches else None
         num_tokens, options = len(request.prompt_token_ids), request.options
         return self._choose(
             request.request_id, num_tokens, cached, options.adapter, rank, options.session_id, among, is_prefilled=is_prefilled
         )
 
     def fewest_uncached(self, request: EngineCoreRequest, among: np.ndarray) -> int:
-        """Prompt tokens that the replica computes, of those it may go to, that has most of the prompt in its prefix cache."""
+        """Prompt tokens that the replica computes, of those it may go to, that has most of the prompt, on its devices or in host memory."""
         num_tokens = len(request.prompt_token_ids)
-        cached = self._cached_tokens(request) if self._reads_caches else None
-        found = 0 if cached is None else int(np.where(self._taking(among), cached, 0).max())
+        cached = self._cached_of(request) if self._reads_caches else None
+        found = 0 if cached is None else int(np.where(self._taking(among), cached.on_devices + cached.in_host, 0).max())
         return num_tokens - min(found, num_tokens - 1)
 
     def takes_requests(self, among: np.ndarray) -> bool:
@@ -143,14 +163,14 @@ class Balancer:
 
     def choose_by_keys(self, request_id: str, num_tokens: int, keys: Iterable[int], rank: int | None = None) -> int:
         """Choose for a prompt of `num_tokens` tokens whose blocks have these keys."""
-        cached = self.index.prefixes(keys) * self._block_size if self._reads_caches else None
+        cached = self._cached_tokens(keys) if self._reads_caches else None
         return self._choose(request_id, num_tokens, cached, None, rank)
 
     def choose_by_cached(
         self, request_id: str, num_tokens: int, cached: np.ndarray, rank: int | None = None, session_id: str | None = None
     ) -> int:
         """Choose where the caller knows how many of a prompt's `num_tokens` tokens each replica has in its prefix cache."""
-        found = cached if self._reads_caches else None
+        found = _Cached(cached, np.zeros_like(cached)) if self._reads_caches else None
         return self._choose(request_id, num_tokens, found, None, rank, session_id)
 
     def replica_of(self, request_id: str) -> int | None:
@@ -175,20 +195,30 @@ class Balancer:
         if replica is not None:
             self.loads.ended(replica)
 
-    def _cached_tokens(self, request: EngineCoreRequest) -> np.ndarray | None:
-        """Tokens of a prompt that each replica has in its prefix cache."""
+    def _cached_of(self, request: EngineCoreRequest) -> "_Cached | None":
+        """Tokens of a prompt that each replica has; None: it is to compute all of them."""
         if not request.reads_prefix_cache:
             return None
         adapter = request.options.adapter
         if adapter is None:
-            return self.index.prefixes(self._keys(request, None)) * self._block_size
-        cached = np.zeros(self.num_replicas, np.int64)
+            return self._cached_tokens(self._keys(request, None))
+        cached = _Cached(np.zeros(self.num_replicas, np.int64), np.zeros(self.num_replicas, np.int64))
         adapter_keys = [keys.get(adapter) for keys in self._adapter_keys]
         for adapter_key in {key for key in adapter_keys if key is not None}:
-            found = self.index.prefixes(self._keys(request, adapter_key))
+            found = self._cached_tokens(self._keys(request, adapter_key))
             has_key = np.array([key == adapter_key for key in adapter_keys])
-            cached[has_key] = found[has_key]
-        return cached * self._block_size
+            for tokens, of_key in zip(cached, found, strict=True):
+                tokens[has_key] = of_key[has_key]
+        return cached
+
+    def _cached_tokens(self, keys: Iterable[int]) -> "_Cached":
+        """Tokens of a prompt whose blocks have these keys."""
+        if self.index_with_host is None:
+            on_devices = self.index.prefixes(keys)
+            return _Cached(on_devices * self._block_size, np.zeros_like(on_devices))
+        first, second = tee(keys)  # which hash no more of the prompt than is needed
+        on_devices, anywhere = self.index.prefixes(first), self.index_with_host.prefixes(second)
+        return _Cached(on_devices * self._block_size, np.maximum(0, anywhere - on_devices) * self._block_size)
 
     def _keys(self, request: EngineCoreRequest, adapter_key: str | None) -> Iterable[int]:
         extra_keys = extra_keys_of(request, adapter_key, self._block_size)
@@ -198,7 +228,7 @@ class Balancer:
         self,
         request_id: str,
         num_tokens: int,
-        cached: np.ndarray | None,
+        cached: "_Cached | None",
         adapter: str | None,
         rank: int | None,
         session_id: str | None = None,
@@ -210,7 +240,10 @@ class Balancer:
         takes = self._taking(among)
         allowed = takes & ~self._stalled
         allowed = allowed if allowed.any() else takes
-        uncached = num_tokens if cached is None else num_tokens - np.minimum(cached, num_tokens - 1)
+        to_compute = uncached = np.full(self.num_replicas, num_tokens)
+        if cached is not None:
+            uncached = num_tokens - np.minimum(cached.on_devices, num_tokens - 1)
+            to_compute = uncached - ((1 - HOST_SHARE) * np.minimum(cached.in_host, uncached - 1)).astype(np.int64)
         if rank is not None:
             replica = self._checked(rank)
         elif not takes.any():
@@ -220,7 +253,7 @@ class Balancer:
         elif self.policy == "cache_aware" and is_prefilled:
             replica = self._least_held(num_tokens, allowed)
         elif self.policy == "cache_aware":
-            replica = self._best(uncached, adapter, allowed)
+            replica = self._best(uncached, to_compute, adapter, allowed)
         elif self.policy == "least_loaded":
             replica = self._lowest(loads.vllm_score, allowed)
         else:
@@ -229,14 +262,11 @@ class Balancer:
             self._remember(session_id, replica)
         self._last = replica
         self._replica_of[request_id] = replica
-        to_compute = num_tokens if cached is None else int(uncached[replica])  # type: ignore[index]
-        if is_prefilled:
-            loads.sent(replica, min(to_compute, self._block_size), adapter, to_compute)
-        else:
-            loads.sent(replica, to_compute, adapter)
+        num_left = int(to_compute[replica])
+        loads.sent(replica, min(num_left, self._block_size) if is_prefilled else num_left, adapter, int(uncached[replica]))
         return replica
 
-    def _of_session(self, session_id: str | None, uncached: "np.ndarray | int", allowed: np.ndarray) -> int | None:
+    def _of_session(self, session_id: str | None, uncached: np.ndarray, allowed: np.ndarray) -> int | None:
         """The replica of a session, if a request with so many tokens to compute would be admitted there at once."""
         replica = None if session_id is None else self._sessions.get(session_id)
         if replica is None:
@@ -259,8 +289,9 @@ class Balancer:
             raise EngineDeadError(f"replica {rank} is being stopped; leave out {_RANK} to let another serve")
         return rank
 
-    def _best(self, uncached: "np.ndarray | int", adapter: str | None, allowed: np.ndarray) -> int:
-        """The replica of the lowest cost: the prompt tokens that are queued there, and twice those of this prompt that must be computed.
+    def _best(self, uncached: np.ndarray, to_compute: np.ndarray, adapter: str | None, allowed: np.ndarray) -> int:
+        """The replica of the lowest cost: the prompt tokens that are queued there, and twice those of this prompt that must be computed,
+        of which tokens in host memory count as a part.
 
         All take the same time on the device. Those that are queued delay this request; its own delay it, and whoever comes to the
         replica after it, as they would not where they are cached. So a cached prefix is worth a queue of twice its length. Requests that
@@ -269,7 +300,7 @@ class Balancer:
         count as `QUEUE_TOKENS`.
         """
         loads = self.loads
-        cost = loads.work + 2 * uncached
+        cost = loads.work + 2 * to_compute
         is_free = allowed & (loads.seats > 0) & (loads.room >= uncached)
         if adapter is not None:
             load_tokens, has_slot = loads.adapter_tokens(adapter)

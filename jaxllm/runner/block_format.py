@@ -1,7 +1,8 @@
 """The content of a block outside the KV cache: 32-bit words, in an order in which each device has a separate part.
 
 A device's part is [head][array][token][width] of its heads: those of the arrays with as many heads as the first, then those of the others.
-Devices with copies of the same heads, or of latents, share a part.
+Devices with copies of the same heads, or of latents, share a part. Where devices split the tokens of a block too, all parts of its first
+tokens come first.
 """
 
 import math
@@ -42,24 +43,29 @@ class BlockFormat:
 
     runs: tuple[Run, ...]
     num_devices: int
+    """All of them: those that split heads, for each of those that split tokens."""
     num_copies: int
     """Devices that have the same heads: one after the other in the mesh."""
+    num_token_parts: int = 1
+    """Devices, or groups of those that split heads, that split the tokens of a block."""
     has_views: bool = False
     """Whether layers with other heads than an array's lie in it: see `CacheView`."""
 
     @classmethod
-    def of(cls, layout: CacheLayout, num_devices: int, num_copies: int = 1) -> "BlockFormat":
-        """num_devices: that heads are split over. Raises ConfigError for blocks that are no whole words."""
+    def of(cls, layout: CacheLayout, num_devices: int, num_copies: int = 1, num_token_parts: int = 1) -> "BlockFormat":
+        """num_devices: that heads are split over. num_copies, num_token_parts: see there. Raises ConfigError for blocks that are no whole
+        words."""
         of_heads: dict[int, list[int]] = {}
         for index, array in enumerate(layout.arrays):
             of_heads.setdefault(array.num_heads, []).append(index)
 
         def head_words(index: int) -> int:
             array = layout.arrays[index]
-            words, rest = divmod(layout.block_size * array.bytes_per_token, array.num_heads * WORD_BYTES)
+            num_tokens = layout.block_size // num_token_parts
+            words, rest = divmod(num_tokens * array.bytes_per_token, array.num_heads * WORD_BYTES)
             if rest:
                 raise ConfigError(
-                    f"block_size is {layout.block_size}: a head's part of a block is {words * WORD_BYTES + rest} bytes, but is copied in "
+                    f"block_size is {num_tokens}: a head's part of a block is {words * WORD_BYTES + rest} bytes, but is copied in "
                     f"words of {WORD_BYTES}; choose a block_size of 4 or more"
                 )
             return words
@@ -68,7 +74,7 @@ class BlockFormat:
             Run(tuple(arrays), num_heads // num_devices, tuple(map(head_words, arrays)))
             for num_heads, arrays in of_heads.items()
         )
-        return cls(tuple(runs), num_devices, num_copies, layout.has_views)
+        return cls(tuple(runs), num_devices * num_token_parts, num_copies, num_token_parts, layout.has_views)
 
     @property
     def part_words(self) -> int:
@@ -93,9 +99,11 @@ class BlockFormat:
     @property
     def arrangement(self) -> dict[str, Any]:
         """Where each byte and checksum of a content is, as JSON values: for arrays with equal numbers of heads, whose parts are whole heads
-        one after the other and of no other layers, the same however many devices split them."""
-        runs = [[run.num_heads * self.num_parts, *run.head_words] for run in self.runs]
-        return {"heads, and words of each in arrays": runs, "parts": self.num_parts if len(runs) > 1 or self.has_views else 1}
+        one after the other and of no other layers, the same however many devices split them. Devices that split tokens count."""
+        num_parts = self.num_parts // self.num_token_parts
+        runs = [[run.num_heads * num_parts, *run.head_words] for run in self.runs]
+        found = {"heads, and words of each in arrays": runs, "parts": num_parts if len(runs) > 1 or self.has_views else 1}
+        return found if self.num_token_parts == 1 else {**found, "parts of tokens": self.num_token_parts}
 
     def gather(self, caches: Sequence[jax.Array], block_n: jax.Array) -> tuple[jax.Array, jax.Array]:
         """uint32 [n, part_words] and [n, num_sums]: this device's parts of blocks, and their checksums. caches: the device's arrays."""

@@ -40,9 +40,17 @@ class CacheTier(Protocol):
     """Most blocks of a load: as soon as one is over, the next begins."""
     listener: TierListener | None
     """If set, called with contents that can be loaded from now on, and with those that no longer can."""
+    changed: set[bytes] | None
+    """If set, receives the contents for which `is_in_host` changes."""
 
     def match(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it can load now."""
+
+    def is_in_host(self, name: bytes) -> bool:
+        """Whether a content can be loaded from host memory, whatever else has it."""
+
+    def host_names(self) -> Iterable[bytes]:
+        """All contents that can."""
 
     def awaited(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it cannot load yet and may later, because another engine computes them: loads wait for them."""
@@ -77,6 +85,11 @@ class CacheTier(Protocol):
     def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens.
         decodes: requests wait for tokens that the step draws, so it should not take much longer."""
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether contents that engines with the same store may ask for are on the way there, so that plans are needed even if there are no
+        requests. Only where contents are stored as soon as they are computed."""
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
         """The step is planned. Returns operations of the loads that began with it, which come before all others of the step."""

@@ -111,7 +111,13 @@ class KVCacheManager:
         self._tables: dict[str, _BlockTable] = {}
         tiers = tiers if self.enable_prefix_caching else ()
         self._store_filter = StoreFilter.of(options, self.block_size) if tiers else None
-        self.loading = Loading(self, tiers, self._store_filter, stores_cold=not num_state_blocks)
+        self.loading = Loading(
+            self,
+            tiers,
+            self._store_filter,
+            stores_cold=not num_state_blocks,
+            stores_computed=options.kv_offloading_write == "full",
+        )
 
     def _lookups_in(self, is_cached: Callable[[bytes], bool]) -> _Lookups:
         """For each policy, whether a block is there in all groups of that policy."""
@@ -286,7 +292,7 @@ class KVCacheManager:
             table = self._tables[request.request_id] = _BlockTable(groups)
             request.num_found_blocks = min(request.num_found_blocks, table.num_shared)
             request.most_found_blocks = max(request.most_found_blocks, table.num_shared)
-            self._keep(request, shared)
+            self._store(request, shared)
         new_blocks = self.pool.allocate(num_new * len(groups))
         for index, group in enumerate(groups):
             group.blocks += new_blocks[index * num_new : (index + 1) * num_new]
@@ -390,7 +396,7 @@ class KVCacheManager:
                     if self._store_filter is not None:
                         self._store_filter.note_computed(request, index, block)
         new = range(table.num_published, num_full)
-        self._keep(request, (group.blocks[index] for index in new for group in table.groups if index >= group.num_expired))
+        self._store(request, [group.blocks[index] for index in new for group in table.groups if index >= group.num_expired])
         table.num_published = max(table.num_published, num_full)
 
     def publish_loaded(self, request: Request, loaded: Iterable[tuple[KVCacheBlock, bytes]]) -> None:
@@ -401,8 +407,9 @@ class KVCacheManager:
             if self.pool.publish(block, name) and observer is not None:
                 observer.stored(name, request, index_of[name[:HASH_BYTES]])
 
-    def _keep(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
-        """Store blocks of a request that another engine continues."""
+    def _store(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+        """Store blocks of a request that it computed or found, if another engine continues it or tiers get all of them."""
+        self.loading.storing.note_computed(blocks)
         if request.is_kept_for_decode:
             self.loading.keeping.keep([block.block_hash for block in blocks if block.block_hash is not None])
 

@@ -268,7 +268,7 @@ class ScheduledRequests:
 
     def has_requests(self) -> bool:
         """Whether any request runs or waits, or steps must store blocks of one that has ended."""
-        return len(self.requests) > len(self.held) or self.cache_manager.loading.keeping.is_keeping
+        return len(self.requests) > len(self.held) or self.cache_manager.loading.is_storing
 
     @property
     def finished_ids(self) -> list[str]:

@@ -21,7 +21,7 @@ from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.admission import Fit, fit_all, limit_all
-from jaxllm.scheduler.cache_events import EventCollector, keys_of
+from jaxllm.scheduler.cache_events import EventCollector, PoolAndHost, keys_of
 from jaxllm.scheduler.errors import PlanError, UpdateError
 from jaxllm.scheduler.fair_queue import FairQueue
 from jaxllm.scheduler.integrity import check_integrity
@@ -475,7 +475,8 @@ class Scheduler(ScheduledRequests):
         if self._passes_states:
             return
         pool = self.cache_manager.pool
-        pool.events = EventCollector(pool.cached_hashes())
+        tiers = self.cache_manager.loading.tiers
+        pool.events = EventCollector(pool.cached_hashes(), PoolAndHost(pool, tiers) if tiers else None)
 
     def take_cache_events(self) -> CacheEvents | None:
         """The changes since the last call; None if there are none or `publish_cache_events` was not called."""
@@ -484,8 +485,10 @@ class Scheduler(ScheduledRequests):
 
     def cache_snapshot(self) -> CacheEvents:
         """Everything that can be found in the prefix cache. Updates that are taken later may follow it."""
-        stored = () if self._passes_states else self.cache_manager.pool.cached_hashes()
-        return CacheEvents(cleared=True, stored=keys_of(stored))
+        pool = self.cache_manager.pool
+        stored = () if self._passes_states else pool.cached_hashes()
+        host = None if pool.events is None else pool.events.with_host
+        return CacheEvents(cleared=True, stored=keys_of(stored), with_host=None if host is None else host.snapshot())
 
     @property
     def _passes_states(self) -> bool:

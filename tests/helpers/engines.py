@@ -47,6 +47,7 @@ _NOT_OF_PROGRAMS = {
     "kv_offloading_size",
     "kv_offloading_disk",
     "kv_offloading_disk_size",
+    "kv_offloading_write",
     "kv_role",
     "kv_port",
     "kv_pull_timeout",

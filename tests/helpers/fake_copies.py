@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
@@ -73,10 +73,23 @@ class FakeCopies:
         return FinishedCopy(op.number, verdict, 0.001)
 
     def wait(self, seconds: float) -> None:
-        """Nothing happens meanwhile."""
+        """Nothing would happen meanwhile."""
+        raise AssertionError("a plan waits for copies")
 
     def wake(self) -> None:
         """Nothing waits."""
+
+    def damage(self, wrong: Set[int], damaged: Any) -> None:
+        """The values with these ids were computed wrongly. The devices' checksums are of what was computed."""
+
+        def as_it_is(content: tuple[Block, Block]) -> tuple[Block, Block]:
+            if wrong.isdisjoint(map(id, content[1])):
+                return content
+            found, stored = ([damaged if id(value) in wrong else value for value in block] for block in content)
+            return found, stored
+
+        self.slots[:] = map(as_it_is, self.slots)
+        self.staging = [[as_it_is(content) for content in found] for found in self.staging]
 
     def start_over(self, failed: Iterable[CopyBlocks] = ()) -> None:
         """The copies under way end, and the buffers are lost. What was gathered with steps that failed is right in no way."""

@@ -381,7 +381,9 @@ class FakeRunner:
         for block, offset, value in self.written.pop(request_id, ()):
             if self.memory[block][offset] is value and not manager.pool.blocks[block].ref_count:
                 self.memory[block][offset] = DAMAGED
-        for tier in manager.loading._tiers:
+        if self.device.copies is not None:
+            self.device.copies.damage(wrong, DAMAGED)
+        for tier in manager.loading.tiers:
             if isinstance(tier, FakeTier):
                 for content in (*tier.contents.values(), *(content for _, content in tier.stores.values())):
                     content[:] = [DAMAGED if id(value) in wrong else value for value in content]

@@ -63,6 +63,7 @@ class FakeTier:
         self.share_stored = share_stored
         self.patience_seconds, self.min_tokens = patience_seconds, 1
         self.listener: TierListener | None = None
+        self.changed: set[bytes] | None = None
         self.contents: dict[bytes, list[Any]] = {}
         self.coming: dict[bytes, list[Any]] = {}
         """Contents that another engine computes: a test moves them to the others."""
@@ -79,6 +80,12 @@ class FakeTier:
 
     def match(self, names: Sequence[bytes]) -> set[bytes]:
         return self.contents.keys() & names
+
+    def is_in_host(self, name: bytes) -> bool:
+        return False
+
+    def host_names(self) -> Sequence[bytes]:
+        return ()
 
     def awaited(self, names: Sequence[bytes]) -> list[bytes]:
         return [name for name in names if name in self.coming]
@@ -98,6 +105,10 @@ class FakeTier:
 
     def wants(self, names: Sequence[bytes]) -> set[bytes]:
         return set(names) - self.contents.keys() - self.stores.keys()
+
+    @property
+    def is_storing(self) -> bool:
+        return bool(self.stores)
 
     def end_step(self) -> list[DeviceOp]:
         return []

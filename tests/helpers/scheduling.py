@@ -1,7 +1,7 @@
 """Schedulers and requests with the sizes that tests like."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxllm.cache_policy import FULL, CachePolicy
 from jaxllm.config import CacheOptions, SchedulerOptions
@@ -32,6 +32,7 @@ def make_scheduler(
     num_stages: int = 1,
     tiers: Sequence[CacheTier] = (),
     kv_transfer_config: dict[str, Any] | None = None,
+    kv_offloading_write: Literal["cold", "full"] = "cold",
     observer: CacheObserver | None = None,
     num_state_blocks: int = 0,
     prefix_cache_retention_interval: int = 0,
@@ -49,6 +50,7 @@ def make_scheduler(
         block_size=block_size,
         enable_prefix_caching=caching,
         kv_transfer_config=kv_transfer_config,
+        kv_offloading_write=kv_offloading_write,
         prefix_cache_retention_interval=prefix_cache_retention_interval,
     )
     return Scheduler(

@@ -93,12 +93,44 @@ def test_another_engine_reads_what_one_wrote_and_writes_the_same_tokens(case: li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), [("qwen2", (4, 2)), ("qwen2", (2, 4))])
-def test_files_do_not_depend_on_how_many_devices_share_the_heads(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_full_writes_files_while_nothing_leaves_the_devices(tmp_path: Path) -> None:
+    prompts = make_prompts(3)
+    wanted = expected("qwen3", prompts)
+    options: dict[str, Any] = {"num_slots": 200, "num_gpu_blocks_override": 200, "kv_offloading_write": "full"}
+    core = make_with_disk(tmp_path / "kv", **options)
+    client = Client(core, prompts)
+    assert client.run() == wanted and not tier_of(core).is_storing
+    found = core.scheduler.cache_manager.pool.cached_hashes()
+    wait_until(lambda: store_of(core).known.files.keys() >= set(found))
+    assert core.stats().num_host_slots == 200 and core.stats().num_loaded_blocks == 0
+    other = CountingClient(make_with_disk(tmp_path / "kv", **options), prompts)  # of an engine that runs at the same time
+    assert other.run() == wanted and other.sources["disk"] > 16 * len(prompts)
+    for level in (1, 2):
+        core.sleep(level)
+        assert not core.has_unfinished_requests()
+        core.wake_up()
+    assert client.run() == wanted
+    for each in (core, other.core):
+        each.check_integrity()
+        each.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("qwen2", (4, 2), {}),
+        ("qwen2", (2, 4), {}),
+        ("qwen2", (2, 1), {"prefill_context_parallel_size": 2, "block_size": 8}),
+    ],
+)
+def test_files_do_not_depend_on_how_many_devices_share_the_heads(
+    name: str, sizes: tuple[int, int], options: dict[str, Any], tmp_path: Path
+) -> None:
     prompts = make_prompts(8)
     wanted = expected(name, prompts)
     for size, is_first in zip(sizes, (True, False), strict=True):
-        core = make_with_disk(tmp_path / "kv", name, NUM_SLOTS if is_first else 200, tensor_parallel_size=size)
+        core = make_with_disk(tmp_path / "kv", name, NUM_SLOTS if is_first else 200, tensor_parallel_size=size, **options)
         if is_first:
             write_all(core, prompts, wanted)
         else:

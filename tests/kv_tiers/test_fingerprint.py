@@ -107,6 +107,17 @@ def test_the_number_of_devices_matters_only_where_it_orders_the_bytes(heads: tup
     assert BlockFormat.of(layout((4, 4)), 4, 2).arrangement == BlockFormat.of(layout((2, 2)), 2).arrangement
 
 
+def test_devices_that_split_tokens_matter_and_those_that_split_heads_beside_them_do_not() -> None:
+    whole, one, two, copies = (
+        BlockFormat.of(layout(heads), *sizes).arrangement
+        for heads, *sizes in (((4, 4), 2), ((4, 4), 1, 1, 2), ((4, 4), 2, 1, 2), ((8, 8), 4, 2, 2))
+    )
+    assert one == two == copies and one != whole
+    format = BlockFormat.of(layout((4, 4)), 2, 1, 2)
+    assert (format.num_devices, format.num_parts) == (4, 4)
+    assert format.block_bytes == BlockFormat.of(layout((4, 4)), 1).block_bytes
+
+
 @pytest.mark.parametrize(("num_heads", "same"), [(8, True), (12, False)])
 def test_states_by_row_are_part_of_it(num_heads: int, same: bool) -> None:
     """The number of devices matters where words of a block cannot be divided among all heads."""

@@ -502,6 +502,33 @@ def test_a_store_that_is_full_is_asked_again_and_loses_nothing_else() -> None:
     assert driven.stats.num_lost_blocks >= 3, "a write that failed keeps nothing"
 
 
+def test_at_once_a_store_is_offered_what_is_ready_until_it_takes_it() -> None:
+    store = Store()
+    driven = Driven(num_slots=8, stores=[store], writes_at_once=True)
+    ops = driven.store(b"0", b"1")
+    assert driven.tier.is_storing
+    driven.end(*ops)
+    driven.step()
+    assert [names for _, names, _ in store.under_way.values()] == [[b"0", b"1"]] and not driven.tier.is_storing
+    store.is_full = True
+    driven.stored(b"2")
+    assert driven.tier.is_storing and len(store.under_way) == 1, "the store has room once a write is over"
+    store.is_full = False
+    store.end()
+    driven.step()
+    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]] and not driven.tier.is_storing
+    store.end()
+    store.is_full = True
+    driven.stored(b"3")
+    assert not driven.tier.is_storing, "no write will end that makes room"
+    driven.tier.forget(stored=False)
+    store.is_full = False
+    driven.stored(b"4")
+    assert [names for _, names, _ in store.under_way.values()] == [[b"4"]], (
+        "after a failed step the rest is written when it makes room"
+    )
+
+
 @pytest.mark.parametrize("when", ["before", "while it is written", "while it is read"])
 def test_stores_drop_what_is_wrong(when: str) -> None:
     store = Store(*([b"0"] if when == "while it is read" else []))

@@ -1,16 +1,25 @@
 """Engines whose blocks leave for host memory and come back: the tokens are those of prompts that are computed alone."""
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from jaxllm.cache_events import CacheEvents
 from jaxllm.device_ops import GatherBlocks
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.fault_points import injected
 from jaxllm.errors import ConfigError
+from jaxllm.kernel_policy import CPU
 from jaxllm.kv_tiers.host_tier import HostTier
+from jaxllm.request import EngineCoreRequest
+from jaxllm.routing.balancer import Balancer
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.block_hash import hashes_of
 from tests.helpers import goldens, peft_files
 from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.engines import make_core
@@ -25,6 +34,8 @@ CASES: list[list[Any]] = [
     ["glm_moe_dsa", {"tensor_parallel_size": 2, "async_scheduling": False}],
     ["llama_gqa", {"speculative_config": NGRAM}],
     ["qwen2", {"tensor_parallel_size": 4, "async_scheduling": False}],  # more devices than KV heads
+    ["qwen3", {"kv_offloading_write": "full"}],
+    ["gpt_oss", {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "block_size": 8}],
 ]
 NUM_BLOCKS = 20
 
@@ -39,14 +50,15 @@ def make(name: str, **options: Any) -> EngineCore:
 
 def tier_of(core: EngineCore) -> HostTier:
     """The tier of an engine."""
-    (tier,) = core.scheduler.cache_manager.loading._tiers
+    (tier,) = core.scheduler.cache_manager.loading.tiers
     assert isinstance(tier, HostTier)
     return tier
 
 
 def expected(name: str, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
     """The tokens of an engine without a tier that computes each prompt alone and whole."""
-    core = make_core(name, shares_programs=True, **{"num_gpu_blocks_override": NUM_BLOCKS, **options})
+    of_tier = {"kv_offloading_write": "cold"}
+    core = make_core(name, shares_programs=True, **{"num_gpu_blocks_override": NUM_BLOCKS, **options, **of_tier})
     tokens = []
     for prompt in prompts:
         core.reset_prefix_cache()
@@ -69,6 +81,48 @@ def test_tokens_are_those_without_a_tier(case: list[Any]) -> None:
     assert 16 * NUM_BLOCKS < stats.external_prefix_cache_hits < stats.external_prefix_cache_queries
     assert stats.external_prefix_cache_hits <= stats.prefix_cache_hits + stats.resumed_prefix_cache_hits
     core.check_integrity()
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_devices_that_split_the_tokens_of_steps_load_blocks() -> None:
+    prompts = make_prompts(8)
+    wanted = expected("llama_gqa", prompts)
+    policy = replace(CPU, min_shared_tokens=16)  # steps of the tiny model are shared out too
+    core = make("llama_gqa", kernel_policy=policy, prefill_context_parallel_size=2, block_size=8)
+    client = Client(core, prompts)
+    for _ in range(3):
+        assert client.run() == wanted
+    assert core.stats().num_loaded_blocks > NUM_BLOCKS and not core.stats().num_damaged_blocks
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_balancers_know_what_host_memory_has() -> None:
+    prompts = make_prompts(8)
+    core = make("qwen3")
+    balancer = Balancer(2, block_size=16, max_num_seqs=4)
+    for replica in range(2):
+        balancer.set_up(replica)
+    core.publish_cache_events()
+    client = Client(core, prompts)
+    for _ in range(2):
+        client.run()
+        sent = msgspec.msgpack.encode(core.take_cache_events())
+        balancer.note_events(1, msgspec.msgpack.decode(sent, type=CacheEvents))
+    pool, tier = core.scheduler.cache_manager.pool, tier_of(core)
+    num_in_host = 0
+    for prompt in prompts:
+        request = EngineCoreRequest(request_id="r", prompt_token_ids=prompt, sampling_params=SamplingParams(max_tokens=1))
+        hashes = list(hashes_of(prompt, 16, "sha256", {}))
+        found = balancer._cached_of(request)
+        assert found is not None and found.on_devices[0] == found.in_host[0] == 0
+        on_devices = len(list(itertools.takewhile(pool.is_cached, hashes)))
+        anywhere = len(list(itertools.takewhile(lambda name: pool.is_cached(name) or tier.is_in_host(name), hashes)))
+        assert (found.on_devices[1], found.in_host[1]) == (16 * on_devices, 16 * (anywhere - on_devices))
+        num_in_host += anywhere - on_devices
+    assert num_in_host > 5
+    assert core.cache_snapshot().with_host is not None
     core.shutdown()
 
 
@@ -240,6 +294,7 @@ DECODE = {"kv_role": "decode"}
             {**DECODE, "kv_events_config": {"enable_kv_cache_events": True}},
             "prefill engines pass on whole prompts",
         ),
+        ("qwen3_next", {**DECODE, "kv_offloading_write": "full"}, "kv_offloading_write would keep or tell prefixes"),
         ("qwen3_next", {"kv_role": "prefill", "enable_chunked_prefill": False}, "takes its states between two chunks"),
         ("qwen3", {"kv_offloading_size": 1e-6}, "less than a block"),
         ("qwen3", {"kv_offloading_size": 900_000.0}, "of memory are free"),
@@ -248,11 +303,6 @@ DECODE = {"kv_role": "decode"}
         ("qwen3", {"enable_prefix_caching": False}, "prefix caching, which is off"),
         ("qwen3", {"kv_offloading_size": float("nan")}, "is nan, must be at least 0"),
         ("qwen3", {"pipeline_parallel_size": 2}, "each stage has blocks of its own layers"),
-        (
-            "qwen3",
-            {"prefill_context_parallel_size": 2},
-            "prefill_context_parallel_size 2, but devices split the tokens of a block",
-        ),
         ("qwen3", {"tensor_parallel_size": 2, "nnodes": 2}, "nnodes 2, but the host memory of one host is used"),
         ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}, "data-parallel ranks"),
     ],

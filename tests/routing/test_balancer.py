@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxllm.cache_events import KEY_BYTES, CacheEvents
@@ -89,6 +90,30 @@ def test_a_cached_prefix_is_worth_a_queue_of_twice_its_length(algorithm):
         balancer.note_load(0, stats())
     balancer.note_events(2, events_of(make_request("salt", longer.prompt_token_ids, cache_salt="x"), algorithm))
     assert balancer.choose(make_request("salted", longer.prompt_token_ids, cache_salt="x")) == 2
+
+
+def test_a_prefix_in_host_memory_is_worth_most_of_its_tokens_and_takes_their_room():
+    balancer = make_balancer()
+    chat = make_request("chat", list(range(400)))
+    half = events_of(make_request("half", chat.prompt_token_ids[:200]))
+    balancer.note_events(0, CacheEvents(stored=half.stored, with_host=CacheEvents(stored=events_of(chat).stored)))
+    longer = make_request("next", [*chat.prompt_token_ids, *range(40)])
+    assert balancer.fewest_uncached(longer, np.ones(3, bool)) == 40, "what is loaded is not computed"
+    found = balancer._cached_of(longer)
+    assert (found.on_devices[0], found.in_host[0], found.on_devices[1], found.in_host[1]) == (200, 200, 0, 0)
+    # It computes 40 tokens, and 200 of host memory count as 30. Elsewhere it would compute 440.
+    for queued, chosen in ((730, 0), (750, 1)):
+        balancer.note_load(0, stats(num_queued_tokens=queued))
+        balancer._last = 0
+        assert balancer.choose(longer) == chosen
+        assert balancer.loads.replicas[chosen].unreported[-1] == ((70, 240, None) if chosen == 0 else (440, 440, None))
+        balancer.ended("next")
+        balancer.note_load(chosen, stats())
+    gone = CacheEvents(removed=half.stored, with_host=CacheEvents(stored=half.stored))
+    balancer.note_events(0, gone)
+    assert balancer._cached_of(longer).in_host[0] == 400, "it has left the devices"
+    balancer.set_up(0)
+    assert balancer._cached_of(longer).in_host[0] == 0, "another engine"
 
 
 def test_pooling_requests_may_skip_the_cache():
@@ -219,12 +244,12 @@ def test_requests_with_an_adapter_find_the_blocks_of_its_files_at_each_replica()
     )
     balancer.note_events(1, events_of(request, adapter=second))
     balancer.note_events(2, events_of(request, adapter=first))
-    assert balancer._cached_tokens(request).tolist() == [0, 0, 0], "no key is known"
+    assert balancer._cached_of(request).on_devices.tolist() == [0, 0, 0], "no key is known"
     for replica, adapter in enumerate([first, second, second]):
         balancer.set_adapters(replica, {"sql": adapter.cache_key})
-    assert balancer._cached_tokens(request).tolist() == [0, 2400, 0], "replica 2 has other files now"
+    assert balancer._cached_of(request).on_devices.tolist() == [0, 2400, 0], "replica 2 has other files now"
     assert balancer.choose(request) == 1
-    assert balancer._cached_tokens(make_request("b", request.prompt_token_ids)).tolist() == [0, 0, 0]
+    assert balancer._cached_of(make_request("b", request.prompt_token_ids)).on_devices.tolist() == [0, 0, 0]
 
 
 def test_requests_with_an_adapter_go_where_it_has_a_slot():

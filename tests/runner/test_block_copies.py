@@ -46,6 +46,8 @@ CASES: list[list[Any]] = [
     ["llama_mqa", {"tensor_parallel_size": 4}],  # one KV head, copied
     ["deepseek_v3", {"dtype": "bfloat16"}],  # latents
     ["glm_moe_dsa", {"tensor_parallel_size": 2}],  # latents and keys, copied
+    ["gemma3", {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "block_size": 8}],  # tokens split too
+    ["llama_mqa", {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "block_size": 8}],
 ]
 
 
@@ -115,16 +117,16 @@ def test_blocks_come_back_as_they_were_and_others_stay(copied: Copied) -> None:
 
 
 def test_slots_have_the_same_bytes_whatever_devices_hold(copied: Copied) -> None:
-    """[head][array][token][width], for each number of heads."""
+    """[head][array][token][width], for each number of heads; of the first tokens first, where devices split these."""
     bits, slots = copied.bits(), copied.slots(3)
     copied.run(GatherBlocks(1, 1, [7, 40, 9], slots))
     format = copied.copier.format
     for slot, block in zip(slots, [7, 40, 9], strict=True):
         parts = []
-        for run in format.runs:
-            of_heads = [bits[index][block, :: format.num_copies] for index in run.arrays]
-            assert len(format.runs) == 1
-            parts.append(np.concatenate([each.reshape(len(each), -1) for each in of_heads], axis=1))
+        (run,) = format.runs
+        of_heads = [bits[index][block, :: format.num_copies] for index in run.arrays]
+        for of_tokens in zip(*(np.split(each, format.num_token_parts, axis=1) for each in of_heads), strict=True):
+            parts.append(np.concatenate([each.reshape(len(each), -1) for each in of_tokens], axis=1))
         expected = np.concatenate([part.reshape(-1) for part in parts])
         np.testing.assert_array_equal(copied.copier.arena.words[slot].reshape(-1).view(np.uint8), expected)
         assert expected.size == format.block_bytes

@@ -44,8 +44,13 @@ class _Reader:
     """A reader that knows a prefix cache by its events alone."""
 
     known: set[bytes] = field(default_factory=set)
+    with_host: "_Reader | None" = None
+    """A reader of what can be found there or in host memory."""
 
     def read(self, events: CacheEvents) -> None:
+        if events.with_host is not None:
+            self.with_host = self.with_host or _Reader()
+            self.with_host.read(events.with_host)
         assert not len(events.stored) % KEY_BYTES and not len(events.removed) % KEY_BYTES
         stored, removed = (_cut(keys) for keys in (events.stored, events.removed))
         assert not stored & removed
@@ -115,6 +120,10 @@ class _Load:
     num_made: int = 0
     share_again: float = 0.0
     """Part of the prompts that were asked before."""
+    num_prompts: int = 1_000_000
+    """So many of the latest prompts are asked again."""
+    share_start_over: float = 0.0
+    """See `run_load`."""
     asked: list[list[int]] = field(default_factory=list)
     max_item_tokens: int = 0
     with_items: list[tuple[list[int], tuple[PromptItem, ...]]] = field(default_factory=list)
@@ -124,6 +133,8 @@ class _Load:
     check_routers: Callable[[], None] = lambda: None
 
     def event(self) -> None:
+        if self.share_start_over and self.rng.random() < self.share_start_over:
+            self.engine.start_over()
         kind = self.rng.random()
         if kind < 0.25:
             self.add()
@@ -166,13 +177,17 @@ class _Load:
             # The hashes of groups after the first are longer.
             found = {name[:KEY_BYTES] for name in manager.pool.cached_hashes() if len(name) == HASH_BYTES}
             assert all(reader.known == found for reader in self.readers)
+            if tiers := manager.loading.tiers:
+                in_host = {name[:KEY_BYTES] for tier in tiers for name in tier.host_names() if len(name) == HASH_BYTES}
+                assert all(reader.with_host is not None for reader in self.readers)
+                assert all(reader.with_host.known == found | in_host for reader in self.readers)
 
     def add(self) -> None:
         rng = self.rng
         base = [rng.randrange(2)] * rng.choice([0, 4, 8, 9, 16, 24])
         prompt = base + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 1, 3, 12]))] or [1]
         if self.share_again and self.asked and rng.random() < self.share_again:
-            prompt = rng.choice(self.asked).copy()
+            prompt = rng.choice(self.asked[-self.num_prompts :]).copy()
         self.asked.append(prompt.copy())
         self.num_made += 1
         request_id = f"r{rng.randrange(6)}" if self.reuse_ids else f"r{self.num_made}"
@@ -284,7 +299,10 @@ class _Load:
             assert self.engine.in_flight or self.is_loading, "requests wait and nothing runs"
             self.collect()
         assert not self.live, "a request never ends"
-        while self.engine.in_flight:
+        for _ in range(3000):
+            if not self.engine.in_flight and not self.engine.scheduler.has_requests():
+                break
+            self.engine.dispatch()
             assert self.engine.collect() == []
 
 
@@ -348,9 +366,11 @@ def run_load(
     num_ranks: int = 1,
     make_tier: Callable[[random.Random], tuple[CacheTier, Any]] | None = None,
     share_again: float = 0.0,
+    num_prompts: int = 1_000_000,
     num_events: int = 80,
     num_state_blocks: int = 0,
     share_rowless: float = 0.0,
+    share_start_over: float = 0.0,
     **options: Any,
 ) -> int:
     """Run a random load to its end. Returns the number of steps.
@@ -358,9 +378,10 @@ def run_load(
     num_blocks: for each group; 0: as few as possible. drafts: most of a row, how many positions behind them a drafter writes to, and
     how often one is right. item_sizes: most embeddings of an item, most that a step encodes, pages. decode_step: most that a step encodes
     in which requests decode; 0: as in others. whole_items: a step must compute all that is left of an item. tiers: arguments of fake
-    tiers. num_ranks: data-parallel ranks. make_tier: makes a further tier, and what runs its
+    tiers. num_prompts: see `_Load`. num_ranks: data-parallel ranks. make_tier: makes a further tier, and what runs its
     operations on the fake device. share_again: part of the prompts that were asked before. num_state_blocks: blocks of a row's state;
-    0: there are no states. share_rowless: part of the admissions whose request gets no row.
+    0: there are no states. share_rowless: part of the admissions whose request gets no row. share_start_over: part of the events
+    before which the engine starts over, in addition to those that do.
     """
     max_model_len = 46
     control = None
@@ -420,7 +441,8 @@ def run_load(
     for each in engine.schedulers if options["scheduling_policy"] == "fair" else ():
         each._turns = Turns(patience_seconds=0)
     load = _Load(engine, random.Random(seed), max_model_len, reuse_ids)
-    load.max_item_tokens, load.share_again = max_item_tokens, share_again
+    load.max_item_tokens, load.share_again, load.num_prompts = max_item_tokens, share_again, num_prompts
+    load.share_start_over = share_start_over
     for runner in engine.runners:
         runner.device.whole_items, runner.device.copies = whole_items, copies
         if share_rowless:

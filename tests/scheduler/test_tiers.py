@@ -71,6 +71,39 @@ def test_evicted_blocks_come_back_and_are_not_computed_again() -> None:
     assert engine.runner.num_computed_tokens - num_computed == 1 + 2
 
 
+def test_full_blocks_are_stored_when_they_are_computed() -> None:
+    tier = FakeTier(random.Random(1))
+    engine = FakeEngine(make_scheduler(tiers=(tier,), block_size=4, kv_offloading_write="full"), vocab_size=VOCAB)
+    request = add(engine, "a")
+    check_tokens(engine, request)
+    assert tier.contents.keys() == set(request.block_hashes[:8]), "steps come until all is stored"
+    assert engine.scheduler.cache_manager.pool.num_free_blocks > 900, "nothing would be evicted"
+    again = add(engine, "a2")
+    check_tokens(engine, again)
+    assert len(tier.contents) == 8 and again.num_cached_tokens == 32
+    tier.discard(list(tier.contents))
+    check_tokens(engine, add(engine, "a3"))
+    assert len(tier.contents) == 8, "what the tier has lost is stored again when a request finds it"
+    threshold = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    threshold["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1, "store_threshold": 2}
+    options = {"kv_offloading_write": "full", "kv_transfer_config": threshold}
+    engine = FakeEngine(make_scheduler(tiers=(tier := FakeTier(random.Random(1)),), block_size=4, **options), vocab_size=VOCAB)
+    for name, count in (("a", 0), ("a2", 8)):
+        check_tokens(engine, add(engine, name))
+        assert len(tier.contents) == count, "the second request that has a block stores it"
+
+
+def test_computed_blocks_are_stored_many_at_a_time_while_requests_run() -> None:
+    tier = FakeTier(random.Random(1), share_stored=1.0)
+    engine = FakeEngine(make_scheduler(tiers=(tier,), block_size=4, kv_offloading_write="full"), vocab_size=VOCAB)
+    engine.scheduler.add_request(make_request("r", [1] * 9, max_tokens=60))
+    for _ in range(100):
+        engine.dispatch()
+        engine.collect()
+    stores = [len(plan.ops) for plan in engine.plans if plan.ops]
+    assert sum(stores) == 17 and len(stores) < 10 and len(engine.plans) > 60
+
+
 def test_a_request_that_waits_for_blocks_holds_up_nobody_and_keeps_its_place() -> None:
     engine, tier = make_engine(num_blocks=31, max_num_seqs=1)
     tier.is_stuck = True

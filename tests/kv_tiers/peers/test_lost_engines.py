@@ -155,6 +155,7 @@ def test_an_engine_with_another_token_or_model_is_not_asked_again(one: Runner, m
         assert len(calls) == 1 and sum(store.failures.values()) == 1
 
 
+SPLIT = {"prefill_context_parallel_size": 2, "block_size": 8}
 CASES: list[list[Any]] = [
     [
         "qwen3",
@@ -162,6 +163,7 @@ CASES: list[list[Any]] = [
         {"tensor_parallel_size": 2, "async_scheduling": False, "kv_cache_dtype": "fp8"},
     ],
     ["gemma3", {}, {}],
+    ["gemma3", SPLIT, {**SPLIT, "tensor_parallel_size": 2}],
 ]
 
 

@@ -18,13 +18,14 @@ from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
 from tests.helpers.fake_runner import MISLED, FakeRunner, digests
 from tests.helpers.slow import slow_except
 from tests.kv_tiers.fake_store import FakeStore
-from tests.kv_tiers.test_random_tiers import HOST_CHOICES, OTHERS
+from tests.kv_tiers.test_random_tiers import HOST_CHOICES, OTHERS, take_sizes
 from tests.scheduler import test_random_schedules
 
 BLOCK = 4
 NAN = MISLED
 """Rows that read it write the same."""
-CHOICES = {name: values for name, values in {**OTHERS, **HOST_CHOICES}.items() if name not in ("item_sizes", "share_rowless")}
+UNUSED = ("item_sizes", "share_rowless", "writes_at_once")
+CHOICES = {name: values for name, values in {**OTHERS, **HOST_CHOICES}.items() if name not in UNUSED}
 CHOICES |= {"num_blocks": [13, 30, 60], "num_slots": [4, 15, 60]}
 CHOICES["stores"] = [{}, {"lends": True}, {"share_lost": 0.1, "share_damaged": 0.1}, {"lends": True, "share_damaged": 0.2}]
 
@@ -128,8 +129,7 @@ class NanRunner(FakeRunner):
 
 def run(seed: int, chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often what happened."""
-    sizes = {name: chosen.pop(name) for name in HOST_CHOICES}
-    of_store, of_tier = sizes.pop("stores"), {name: sizes.pop(name) for name in ("num_cold", "protected_share")}
+    sizes, of_store, of_tier = take_sizes(chosen)
     stores: list[Prefills] = []
     made: list[Request] = []
 
@@ -183,6 +183,6 @@ def test_no_token_is_wrong(num_loads: int, monkeypatch: pytest.MonkeyPatch, capl
     rng, counts = random.Random(1), Counter[str]()
     for _ in range(num_loads):
         chosen = {name: rng.choice(values) for name, values in CHOICES.items()}
-        counts += run(rng.randrange(2**32), {**chosen, "tiers": ()}, monkeypatch)
+        counts += run(rng.randrange(2**32), {**chosen, "tiers": (), "writes_at_once": False}, monkeypatch)
     assert min(counts[each] for each in ("loaded", "told", "untold")) > num_loads, counts
     assert counts["second tries"] >= num_loads // 8 and counts["failed"] <= num_loads // 20, counts

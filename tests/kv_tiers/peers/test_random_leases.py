@@ -17,7 +17,7 @@ from jaxllm.scheduler.scheduler import Scheduler
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies
 from tests.helpers.slow import slow_except
 from tests.kv_tiers.fake_store import FakeStore
-from tests.kv_tiers.test_random_tiers import HOST_CHOICES, OTHERS
+from tests.kv_tiers.test_random_tiers import HOST_CHOICES, OTHERS, take_sizes
 from tests.scheduler.test_random_schedules import run_load
 
 CHOICES = {**OTHERS, **HOST_CHOICES}
@@ -84,8 +84,7 @@ class CheckedTier(PrefillTier):
 
 
 def run(seed: int, chosen: dict[str, Any], **options: Any) -> CheckedTier:
-    sizes = {name: chosen.pop(name) for name in HOST_CHOICES}
-    of_stores, of_tier = sizes.pop("stores"), {name: sizes.pop(name) for name in ("num_cold", "protected_share")}
+    sizes, of_stores, of_tier = take_sizes(chosen)
     made: list[CheckedTier] = []
 
     def make_tier(rng: random.Random) -> tuple[PrefillTier, FakeCopies]:

@@ -9,7 +9,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import CausalLM
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Attention, LatentAttention, Layer, StateMixer
-from jaxllm.parallel.mesh import tensor_size
+from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies.arena import Arena, check_memory, check_total, slot_bytes
@@ -45,7 +45,8 @@ class BlockCopies(StepFeature):
         return [Gather(self.num_copies), Scatter(self.num_copies)]
 
     def op_runner(self, device: Any) -> BlockCopier:
-        format = BlockFormat.of(device.shapes.cache, tensor_size(device.shapes.mesh), self.num_copies)
+        mesh = device.shapes.mesh
+        format = BlockFormat.of(device.shapes.cache, tensor_size(mesh), self.num_copies, context_size(mesh))
         num_buffers = _num_buffers(format, self.buffer_bytes)
         return BlockCopier(device, format, self.arena_bytes, num_buffers, is_shared=self.is_shared)
 
@@ -74,7 +75,7 @@ def _buffer_bytes(config: EngineConfig, model_config: ModelConfig, limit: int) -
     evict as many as it fills: with fewer buffers, some would be lost where nothing comes back from the prefix cache."""
     cache, topology = whole_cache(config, model_config), Topology.of(config.parallel)
     num_blocks = len(cache.groups) * -(-config.scheduler.max_step_tokens // cache.block_size)
-    of_step = num_blocks * cache.block_bytes // topology.tensor + _BUFFERS_BESIDE * STAGING_BYTES
+    of_step = num_blocks * cache.block_bytes // topology.stage_devices + _BUFFERS_BESIDE * STAGING_BYTES
     return max(MIN_BUFFERS * STAGING_BYTES, min(of_step, MAX_BUFFERS * STAGING_BYTES, int(_SHARE * limit)))
 
 
@@ -96,7 +97,8 @@ def host_plan(config: EngineConfig, model_config: ModelConfig, plan: MemoryPlan)
     """Plan the host memory for blocks, given the plan of the devices' memory; None: host memory is off."""
     if not config.cache.kv_offloading_size:
         return None
-    format = BlockFormat.of(plan.cache, Topology.of(config.parallel).tensor, _num_copies(model_config.layers))
+    topology = Topology.of(config.parallel)
+    format = BlockFormat.of(plan.cache, topology.tensor, _num_copies(model_config.layers), topology.context)
     num_bytes, fault = _engine_bytes(config), None
     try:
         Arena(num_bytes, format)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.device_ops import GatherBlocks
-from jaxllm.parallel.mesh import TENSOR
+from jaxllm.parallel.mesh import CONTEXT, TENSOR, context_size, tensor_size
 from jaxllm.runner.block_format import NO_BLOCK, BlockFormat
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.runner.programs.kind import ProgramKind
@@ -52,7 +52,7 @@ class BlockProgram(ProgramKind):
 
     def format(self, programs: "StepPrograms") -> BlockFormat:
         """The format of the engine's blocks."""
-        return BlockFormat.of(programs.cache, programs.mesh.shape[TENSOR], self.num_copies)
+        return BlockFormat.of(programs.cache, tensor_size(programs.mesh), self.num_copies, context_size(programs.mesh))
 
     def common(self, programs: "StepPrograms") -> Iterable[ProgramKey]:
         return [ProgramKey(self.name, size) for size in batch_sizes(self.format(programs))]
@@ -104,8 +104,9 @@ def _scatter(
 
 def by_device(programs: "StepPrograms", *shape: int) -> jax.ShapeDtypeStruct:
     """An array of words that has this shape on each device."""
-    place = NamedSharding(programs.mesh, PartitionSpec(TENSOR))
-    return jax.ShapeDtypeStruct((programs.mesh.shape[TENSOR], *shape), jnp.uint32, sharding=place)
+    is_split = context_size(programs.mesh) > 1
+    place = NamedSharding(programs.mesh, PartitionSpec((CONTEXT, TENSOR) if is_split else TENSOR))
+    return jax.ShapeDtypeStruct((programs.mesh.size, *shape), jnp.uint32, sharding=place)
 
 
 def gather(
