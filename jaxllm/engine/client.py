@@ -10,7 +10,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxllm.engine.messages import (
     Add,
     Bye,
     Call,
+    Continue,
     Dead,
     Drain,
     Draining,
@@ -199,6 +200,10 @@ class EngineClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(self.name, request_ids))
+
+    def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        """See SteppedCore. Raises EngineDeadError or EngineError."""
+        self._send(Continue(self.name, request_id, list(output_token_ids)))
 
     def end_lease(self, transfer: KVTransfer) -> None:
         """See Core. Raises EngineDeadError or EngineError."""

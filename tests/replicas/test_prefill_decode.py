@@ -44,6 +44,7 @@ class FakeClient:
         self.aborted: list[str] = []
         self.refuses: Exception | None = None
         self.let_gone = 0
+        self.continued: list[tuple[str, list[int]]] = []
         self.ended_leases: list[KVTransfer] = []
         self.met: list[KVTransfer] = []
         self.prefill_address: KVTransfer | None = None
@@ -59,6 +60,9 @@ class FakeClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+
+    def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        self.continued.append((request_id, list(output_token_ids)))
 
     def end_lease(self, transfer: KVTransfer) -> None:
         self.ended_leases.append(transfer)
