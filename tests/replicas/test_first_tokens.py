@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from tests.helpers.engines import Answer, make_core, reschedule
 from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.replicas.test_prefill_decode import FakeClient, Listener
 
-BLOCK, THRESHOLD, EOS, END = 8, 20, 1, 101
+BLOCK, THRESHOLD, EOS, END = 8, 12, 1, 101
 PREFILL, DECODE = 0, 1
 SIZES = {"block_size": BLOCK, "num_gpu_blocks_override": 60, "enable_prefix_caching": True}
 OFFLOADING = {"kv_offloading_size": 0.02}
@@ -238,8 +238,11 @@ def prompt_of(count: int, seed: int) -> list[int]:
     return [rng.randrange(5, 90) for _ in range(count)]
 
 
-def kinds_of(grammar_of: Callable[..., Grammar], first: int) -> list[EngineCoreRequest]:
-    """A request of every kind, each with a prompt of its own."""
+COUNTS = (24, 31, 32, 33, 70, 95, 96, 97)
+
+
+def kinds_of(grammar_of: Callable[..., Grammar], first: int = 0, num_tokens: Sequence[int] = COUNTS) -> list[EngineCoreRequest]:
+    """A request of every kind, each with a prompt of its own, of these numbers of tokens in turn."""
     draws = {"temperature": 0.9, "seed": 5}
     params: list[dict[str, Any]] = [
         {},
@@ -259,7 +262,7 @@ def kinds_of(grammar_of: Callable[..., Grammar], first: int) -> list[EngineCoreR
         {"logprobs": 4, **draws},
         {"logprob_token_ids": [40, 50]},
     ]
-    counts = itertools.cycle((24, 31, 32, 33, 70, 95, 96, 97))
+    counts = itertools.cycle(num_tokens)
     requests = [
         replace(
             engines.request(f"{first}-{number}", prompt_of(next(counts), first + number), **{"max_tokens": 10, **each}),
@@ -315,22 +318,24 @@ def alone(core: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, Answ
 
 @pytest.mark.slow
 def test_requests_of_all_kinds_are_those_of_one_engine(cores: Cores, grammar_of: Any) -> None:
-    requests = kinds_of(grammar_of, 100)
-    wanted = alone(cores.one, requests)
-    together = [request for request in requests if request.thinking_budget is None]
-    caller = cores.run(together)
-    answers = caller.answers
-    assert caller.num_continued[0] == 15, "all but those that end with their first token, and those that one engine computes"
-    for request in requests[len(together) :]:
-        answers |= cores.run([request]).answers
-    for request in requests:
-        check_same(answers[request.request_id], wanted[request.request_id], request.request_id)
-    assert wanted["100-18"].finish_reason == FinishReason.STOP and len(wanted["100-18"].tokens) == 1
+    """Each alone. Prompts of one chunk are fetched when they are computed, others while they are."""
+    for first, num_tokens, is_early in ((100, COUNTS, True), (200, (13, 14, 15, 16), False)):
+        requests = kinds_of(grammar_of, first, num_tokens)
+        wanted = alone(cores.one, requests)
+        num_continued = 0
+        for request in requests:
+            name = request.request_id
+            caller = cores.run([request])
+            check_same(caller.answers[name], wanted[name], name)
+            num_continued += caller.num_continued[0 if is_early else 1]
+            assert not caller.num_continued[1 if is_early else 0]
+        assert num_continued == len(requests) - 5, "five end with their first token, or are computed by one engine"
+        assert len(wanted[f"{first}-18"].tokens) == 1
 
 
 def random_requests(rng: random.Random, grammar_of: Any, count: int) -> tuple[list[EngineCoreRequest], dict[str, int]]:
     """Requests of random kinds, some of them answers to one prompt; and tokens at which callers end some."""
-    kinds = [kind for kind in kinds_of(grammar_of, 0) if kind.thinking_budget is None]
+    kinds = [kind for kind in kinds_of(grammar_of) if kind.thinking_budget is None]
     requests: list[EngineCoreRequest] = []
     stops: dict[str, int] = {}
     for number in range(count):
