@@ -244,8 +244,8 @@ class PrefillDecode(Replicas):
             self._listener.take_outputs([told])
 
     def _note_begun(self, second: EngineCoreRequest, first_token_ids: Sequence[int]) -> None:
-        """The first token of a request was passed on to its caller, if there is one: if nothing follows, it is not to be drawn again. Others
-        can begin anew, and so can those whose callers get all at the end."""
+        """A first leg has passed on these first tokens of a request. Where nothing follows, it goes on behind them; others can begin anew,
+        and so can requests whose callers get all at the end."""
         if first_token_ids and second.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
             options = replace(second.options, kv_transfer=None)
             self._begun[second.request_id] = replace(

@@ -38,7 +38,11 @@ class TwoLegs:
                 "leave it out",
                 "data_parallel_rank",
             )
-        if self._ends_with_prompt(request) or not request.reads_prefix_cache or not self._balancer.takes_requests(self._prefills):
+        if (
+            self._ends_with_prompt(request)
+            or not request.reads_prefix_cache
+            or not self._balancer.takes_requests(self._prefills)
+        ):
             return False
         if not self.can_answer:
             raise EngineDeadError("no decode engine takes requests now")

@@ -14,19 +14,18 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.engine import messages
 from jaxllm.engine.core import EngineCore
-from jaxllm.engine.fault_points import injected
 from jaxllm.engine.messages import Failed, Load, Outputs, Refused
 from jaxllm.errors import JaxLLMError
 from jaxllm.kv_transfer import KVTransfer
 from jaxllm.replicas.prefill_decode import PrefillDecode
-from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Grammar
+from jaxllm.request import EngineCoreRequest, FinishReason, Grammar
 from jaxllm.structured.grammar_text import grammar_text
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.thinking import ThinkingBudget
 from tests.helpers import engines
-from tests.helpers.engines import Answer, make_core, reschedule
+from tests.helpers.engines import Answer, make_core
 from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.replicas.test_prefill_decode import FakeClient, Listener
 
@@ -285,7 +284,9 @@ def kinds_of(grammar_of: Callable[..., Grammar], first: int = 0, num_tokens: Seq
         requests.append(replace(request, grammar=grammar_of(start_after, **form), eos_token_ids=(EOS,)))
     for budget in (0, 1, 3):
         name = f"{first}-{len(requests)}"
-        request = engines.request(name, prompt_of(next(counts), first + len(requests)), max_tokens=8, **draws, logit_bias={END: -50.0})
+        request = engines.request(
+            name, prompt_of(next(counts), first + len(requests)), max_tokens=8, **draws, logit_bias={END: -50.0}
+        )
         thinking = ThinkingBudget(budget, 100, (END,), is_open=True)
         requests.append(replace(request, thinking_budget=thinking, eos_token_ids=(EOS,)))
     return requests
@@ -386,7 +387,9 @@ def disturb(rng: random.Random, router: PrefillDecode, clients: list[CoreClient]
         clients[DECODE].core.pause("keep")
     elif chance < 0.12 and clients[DECODE].core.is_paused():
         clients[DECODE].core.resume()
-    for name in itertools.chain.from_iterable(ids for _, ids in caller.failures):  # requests that one engine computes whole fail with it
+    for name in itertools.chain.from_iterable(
+        ids for _, ids in caller.failures
+    ):  # requests that one engine computes whole fail with it
         caller.answers[name].finish_reason = FinishReason.ABORT
 
 

@@ -566,11 +566,14 @@ def test_a_request_that_ends_with_its_first_token_needs_no_decode_engine(cause: 
             fleet.core.abort(["a"])
         reason = FinishReason.STOP if cause == "stop token" else FinishReason.LENGTH
         fleet.end(0, "a-prefill", reason, kv_transfer_params=TO_DECODE, stop_reason=3 if cause == "stop token" else None)
-        assert fleet.told() == {
-            "stop token": [("a", [5], FinishReason.STOP)],
-            "stop string": [("a", [5], None)],
-            "cancelled before": [],
-        }[cause]
+        assert (
+            fleet.told()
+            == {
+                "stop token": [("a", [5], FinishReason.STOP)],
+                "stop string": [("a", [5], None)],
+                "cancelled before": [],
+            }[cause]
+        )
         decodes = fleet.clients[2:]
         assert [name for client in decodes for name in client.aborted] == ["a"] * early
         assert early or not any(client.sent for client in decodes)
