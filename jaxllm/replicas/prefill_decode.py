@@ -181,23 +181,33 @@ class PrefillDecode(Replicas):
         """A first leg has ended: send all that wait for it to one decode engine. params: what it left there; None: nothing.
         first_token_ids: what it drew."""
         leg = self._legs[leg_id]
-        for second in leg.sent.values():
-            del self._leg_of[second.request_id]
+        while leg.sent:  # a refusal ends all answers to the prompt, by `abort`
+            request_id, second = next(iter(leg.sent.items()))
+            del self._leg_of[request_id], leg.sent[request_id]
             self._note_move(leg, second)
             if second.awaits_first_token:
                 self._note_begun(second, first_token_ids)
-                with contextlib.suppress(EngineError):  # it has just ended
-                    assert leg.decode_rank is not None
-                    self.clients[leg.decode_rank].continue_request(second.request_id, first_token_ids)
-        leg.sent.clear()
-        while leg.waiting:  # a refusal ends all answers to the prompt, by `abort`
+                self._tell_first(leg, request_id, first_token_ids)
+        while leg.waiting:
             request_id = next(iter(leg.waiting))
             del self._leg_of[request_id]
-            second = decode_leg(leg.waiting.pop(request_id), params, first_token_ids if request_id == leg.drawn_for else ())
-            self._note_begun(second, first_token_ids if request_id == leg.drawn_for else ())
+            own_token_ids = first_token_ids if request_id == leg.drawn_for else ()
+            second = decode_leg(leg.waiting.pop(request_id), params, own_token_ids)
+            self._note_begun(second, own_token_ids)
             if self._send_second(leg, second):
                 self._note_move(leg, second)
         self._legs.pop(leg_id, None)
+
+    def _tell_first(self, leg: _FirstLeg, request_id: str, first_token_ids: Sequence[int]) -> None:
+        """Let a request run at its decode engine that waits for its first token."""
+        assert leg.decode_rank is not None
+        try:
+            self.clients[leg.decode_rank].continue_request(request_id, first_token_ids)
+        except EngineDeadError:
+            return  # its requests are about to end
+        except EngineError as error:
+            super().abort([request_id])
+            self._refuse(request_id, error)
 
     def _send_early(self, leg_id: str, params: dict[str, Any]) -> None:
         """A first leg computes, and what is computed can be fetched: send all that wait for it."""

@@ -62,6 +62,8 @@ class FakeClient:
         self.aborted += request_ids
 
     def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        if self.refuses is not None:
+            raise self.refuses
         self.continued.append((request_id, list(output_token_ids)))
 
     def end_lease(self, transfer: KVTransfer) -> None:
@@ -271,7 +273,8 @@ def test_what_needs_little_prefill_or_no_decode_runs_on_one_engine() -> None:
         assert sorted(fleet.ids(2) + fleet.ids(3)) == ["fresh", "scores", "short"]
         fleet.core.add(request_of("vector", list(LONG), pooling=True))
         fleet.core.add(request_of("one", list(LONG), max_tokens=1))
-        assert sorted(fleet.ids(0) + fleet.ids(1)) == ["one", "vector"]
+        fleet.core.add(request_of("full", [*range(500), *range(499)]))
+        assert sorted(fleet.ids(0) + fleet.ids(1)) == ["full", "one", "vector"], "there is room for one token"
         cached = CacheEvents(stored=events_of(request_of("x")).stored[: 8 * KEY_BYTES])  # 8 blocks
         fleet.clients[3].on_update(Update(Load(stats()), cached))  # type: ignore[attr-defined]
         fleet.core.add(request_of("known", list(LONG)))
@@ -597,6 +600,29 @@ def test_without_a_first_token_the_decode_engine_that_waits_for_it_draws_one(cau
             client.on_dead(EngineDeadError("killed"))
         assert [each for decode in fleet.clients[2:] for each in decode.continued] == [("a", [])]
         assert not fleet.listener.outputs and not fleet.core._begun
+
+    with_fleet(test)
+
+
+def test_a_decode_engine_that_cannot_be_told_the_first_token_ends_the_request() -> None:
+    async def test(fleet: Fleet) -> None:
+        for name in ("lost", "full"):
+            fleet.core.add(request_of(name, list(LONG)))
+            rank = next(rank for rank in (0, 1) if f"{name}-prefill" in fleet.ids(rank))
+            fleet.tell_early(rank, f"{name}-prefill")
+            (client,) = (client for client in fleet.clients[2:] if name in [each.request_id for each in client.sent])
+            client.refuses = EngineDeadError("it has ended") if name == "lost" else EngineError("it fetches no messages")
+            fleet.end(rank, f"{name}-prefill", kv_transfer_params=TO_DECODE)
+            client.refuses = None
+            if name == "lost":
+                assert not fleet.listener.refusals, "that is told otherwise"
+                client.on_dead(EngineDeadError("it has ended"))  # type: ignore[attr-defined]
+                ((_, ids),) = fleet.listener.failures
+                assert ids == ["lost"]
+            else:
+                ((request_id, _),) = fleet.listener.refusals
+                assert request_id == "full" and client.aborted == ["full"]
+        assert fleet.is_idle()
 
     with_fleet(test)
 
