@@ -77,7 +77,7 @@ class CoreClient(FakeClient):
         return not self.inbox and not self.core.has_unfinished_requests()
 
     def step(self, num_messages: int = 1000) -> None:
-        """Have the engine take in so many messages, and make a step."""
+        """Have the engine process so many messages, and make a step."""
         for _ in range(min(num_messages, len(self.inbox))):
             self._obey(self.inbox.popleft())
         if not self.core.has_unfinished_requests():
@@ -243,7 +243,7 @@ COUNTS = (24, 31, 32, 33, 70, 95, 96, 97)
 
 
 def kinds_of(grammar_of: Callable[..., Grammar], first: int = 0, num_tokens: Sequence[int] = COUNTS) -> list[EngineCoreRequest]:
-    """A request of every kind, each with a prompt of its own, of these numbers of tokens in turn."""
+    """A request of every kind, each with another prompt, of these numbers of tokens in turn."""
     draws = {"temperature": 0.9, "seed": 5}
     params: list[dict[str, Any]] = [
         {},
@@ -293,7 +293,7 @@ def kinds_of(grammar_of: Callable[..., Grammar], first: int = 0, num_tokens: Seq
 
 
 def logprobs_of(answer: Answer) -> tuple[list[int], np.ndarray]:
-    """Of all positions: the first token, which is the drawn one unless ids are named, and all logprobs."""
+    """The first token of each position, which is the drawn one unless ids are named, and all logprobs."""
     first = [token_id for each in answer.logprobs for token_id in each.token_ids[:, 0].tolist()]
     return first, np.concatenate([np.zeros(0), *(each.logprobs.ravel() for each in answer.logprobs)])
 

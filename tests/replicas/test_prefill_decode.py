@@ -129,7 +129,8 @@ class Fleet:
     def tell_early(self, rank: int, request_id: str) -> None:
         """A prefill engine has computed the first blocks."""
         output = EngineCoreOutput(request_id, [], kv_transfer_params=TO_DECODE)
-        self.clients[rank].on_outputs(Outputs([output], Load(stats())))  # type: ignore[attr-defined]
+        load = Load(stats(), received={"client-0-x": len(self.clients[rank].sent)})
+        self.clients[rank].on_outputs(Outputs([output], load))  # type: ignore[attr-defined]
 
     def begin(self, name: str, *, early: bool = True, **fields: Any) -> tuple[EngineCoreRequest, int]:
         """A request with a first leg at engine 0 that draws its first token and ends, and the rank of its decode engine."""
@@ -142,7 +143,7 @@ class Fleet:
         return request, next(rank for rank in (2, 3) if name in self.ids(rank))
 
     def told(self) -> list[tuple[str, list[int], FinishReason | None]]:
-        """What callers have got."""
+        """The outputs that callers have."""
         return [(each.request_id, each.new_token_ids, each.finish_reason) for each in self.listener.outputs]
 
     def is_idle(self) -> bool:
