@@ -55,14 +55,16 @@ class PrefillDecode(Replicas):
         num_prefill: int,
         threshold: int,
         load_failure_policy: Literal["recompute", "fail"] = "recompute",
+        pull_timeout: float = 10.0,
         policy: RoutingPolicy = "cache_aware",
         num_api_servers: int = 1,
         retries: bool = False,
     ):
         """threshold: a prompt with fewer uncached tokens runs on a decode engine alone. load_failure_policy: the option
-        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request."""
+        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request. pull_timeout: the option kv_pull_timeout."""
         super().__init__(connect, pids, policy=policy, num_api_servers=num_api_servers, retries=retries)
         self._num_prefill, self._threshold, self._fails = num_prefill, threshold, load_failure_policy == "fail"
+        self._pull_timeout = pull_timeout
         self._legs: dict[str, _FirstLeg] = {}
         """First legs, by their own id."""
         self._leg_of: dict[str, str] = {}
@@ -136,6 +138,21 @@ class PrefillDecode(Replicas):
         super()._admit(rank)
         for other in self._serving:
             self._introduce(*sorted((rank, other)))
+
+    def _watch(self, rank: int) -> None:
+        super()._watch(rank)
+        if rank < self._num_prefill and self.clients[rank].silent_seconds > self._pull_timeout:
+            self._wait_no_more(rank)
+
+    def _wait_no_more(self, rank: int) -> None:
+        """A prefill engine gives no sign of life: its blocks do not come either. Decode engines that wait for first tokens draw them."""
+        legs = [leg_id for leg_id, leg in self._legs.items() if leg.rank == rank and leg.sent]
+        if legs:
+            logger.warning("prefill engine %d is silent: decode engines go on with %d prompts by themselves", rank, len(legs))
+        super().abort(legs)
+        for leg_id in legs:
+            if leg_id in self._legs:
+                self._continue(leg_id, None)
 
     def _introduce(self, first: int, second: int) -> None:
         """Have a decode engine connect to a prefill engine now, and not with the first request."""

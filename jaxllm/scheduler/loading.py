@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _LONGEST_STEP_SECONDS = 1.0
 """More time than this between two steps, e.g. a pause or a compilation, says nothing of how long loads take."""
 
+_TOKEN_SECONDS = 0.002
+"""The longest wait for a step while a request has all that it fetches, and its first token is on its way."""
+
 
 class Loading:
     """The requests with the status WAITING_FOR_BLOCKS, and the tiers that they wait for.
@@ -318,7 +321,8 @@ class Loading:
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - self._seconds)))
         elif self._tiers and (self._loads or self._keeps_waiting or self.keeping.is_keeping):
-            self._tiers[0].wait(seconds)  # for stores, or for another engine
+            is_fetched = any(load.request.awaits_first_token and not load.left for load in self._loads.values())
+            self._tiers[0].wait(min(seconds, _TOKEN_SECONDS) if is_fetched else seconds)  # for stores, or for another engine
 
     # Stores
 

@@ -38,7 +38,7 @@ class FakeClient:
         self.dead_error: EngineDeadError | None = None
         self.stats, self.sleep_level, self.num_compiled_after_warmup = stats(), 0, 0
         self.status = self.stall = None
-        self.stalled_seconds = self.tick_seconds = 0.0
+        self.stalled_seconds = self.tick_seconds = self.silent_seconds = 0.0
         self.long_work = ""
         self.sent: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
@@ -587,7 +587,7 @@ def test_a_request_that_ends_with_its_first_token_needs_no_decode_engine(cause: 
     with_fleet(test)
 
 
-@pytest.mark.parametrize("cause", ["error", "failed step", "dead"])
+@pytest.mark.parametrize("cause", ["error", "failed step", "dead", "silent"])
 def test_without_a_first_token_the_decode_engine_that_waits_for_it_draws_one(cause: str) -> None:
     async def test(fleet: Fleet) -> None:
         client: Any = fleet.clients[0]
@@ -597,8 +597,18 @@ def test_without_a_first_token_the_decode_engine_that_waits_for_it_draws_one(cau
             fleet.end(0, "a-prefill", FinishReason.ERROR, stop_reason="NaN", error_kind=ErrorKind.NOT_FINITE)
         elif cause == "failed step":
             client.on_failed(Failed("a step failed"))
-        else:
+        elif cause == "dead":
             client.on_dead(EngineDeadError("killed"))
+        else:
+            fleet.core.add(request_of("b", list(LONG)))
+            client.silent_seconds = 9.0
+            fleet.core._watch(0)
+            assert not any(decode.continued for decode in fleet.clients[2:])
+            client.silent_seconds = 11.0
+            fleet.core._watch(0)
+            assert client.aborted == ["a-prefill"] and "b-prefill" in fleet.core._legs, "nothing fetches of that one"
+            fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)  # it goes on after all
+            assert client.ended_leases == [PULLED]
         assert [each for decode in fleet.clients[2:] for each in decode.continued] == [("a", [])]
         assert not fleet.listener.outputs and not fleet.core._begun
 
