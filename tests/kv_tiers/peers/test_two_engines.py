@@ -58,6 +58,7 @@ class Runner:
         transfer: KVTransfer | None = None,
         *,
         output_token_ids: tuple[int, ...] = (),
+        awaits_first_token: bool = False,
         **options: Any,
     ) -> str:
         self.num_sent += 1
@@ -69,6 +70,7 @@ class Runner:
                 sampling_params=params,
                 options=RequestOptions(kv_transfer=transfer, **options),
                 output_token_ids=output_token_ids,
+                awaits_first_token=awaits_first_token,
             )
         )
         return request_id
