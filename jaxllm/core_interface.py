@@ -1,6 +1,6 @@
 """The interface of an engine core, and the calls that control it, from which messages to the engine process derive."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxllm.cache_events import CacheEvents
@@ -63,6 +63,10 @@ class SteppedCore(Core, Protocol):
 
     def meet(self, transfer: KVTransfer) -> None:
         """A prefill engine has this address, whose blocks requests will name: connect to it now."""
+
+    def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        """Let a request run that awaits its first token: behind these tokens of its output, which another engine has drawn and reported, or
+        from its prompt on, if there are none. Ignores other requests."""
 
     def step(self) -> list[EngineCoreOutput]: ...
     def has_unfinished_requests(self) -> bool: ...

@@ -2,7 +2,7 @@
 
 import enum
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -166,6 +166,10 @@ class EngineCoreRequest:
     """The grammar made from sampling_params.structured_outputs, which is not set here."""
     thinking_budget: ThinkingBudget | None = None
     """The budget made from sampling_params.thinking_token_budget, which is not set here, for this prompt."""
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens of its output that another engine has drawn: it goes on behind them, and reports those that follow."""
+    awaits_first_token: bool = False
+    """Whether another engine draws its first token now: it does not run before `SteppedCore.continue_request` says which."""
     second_text_start: int | None = None
     """In a prompt of two texts for an encoder: position of the first token of the type 1, which all behind it have; None: there is none."""
 
@@ -264,6 +268,8 @@ class Request:
     """Parameters for the decode engine that gets its prompt, whose blocks are kept. Set once it has ended."""
     is_announced: bool = False
     """Whether tiers were asked to tell such parameters early."""
+    awaits_first_token: bool = field(init=False)
+    """See EngineCoreRequest; not once it is there, or will not come."""
 
     def __post_init__(self) -> None:
         spec, params = self.spec, self.spec.sampling_params
@@ -277,6 +283,7 @@ class Request:
         self.detects_repetition = bool(params.repetition_detection)
         self.skip_reading_prefix_cache = not spec.reads_prefix_cache
         self.thinking = None if spec.thinking_budget is None else ThinkingSection(spec.thinking_budget)
+        self.awaits_first_token = spec.awaits_first_token
         self.token_ids = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = sys.maxsize if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
@@ -284,6 +291,8 @@ class Request:
             self.max_num_tokens = self.num_prompt_tokens + 1  # counts the vector as one token, which is never computed
         if self.extend_hashes is not None:
             self.extend_hashes(self)
+        if spec.output_token_ids:
+            self.take_outputs(spec.output_token_ids)
 
     @property
     def is_kept_for_decode(self) -> bool:
@@ -314,6 +323,16 @@ class Request:
         counts += [0] * (num_drafts + 1 - len(counts))
         counts[num_accepted] += 1
         self.num_draft_tokens += num_drafts
+
+    def take_outputs(self, token_ids: Iterable[int]) -> None:
+        """Go on behind output tokens that another engine has drawn, none of which ends the request. Raises GrammarError."""
+        self.awaits_first_token = False
+        for token_id in token_ids:
+            if self.matcher is not None:
+                self.matcher.advance(token_id)
+            if self.thinking is not None:
+                self.thinking.advance(token_id)
+            self.append_output(token_id)
 
     def append_output(self, token_id: int) -> bool:
         """Append one sampled token. Returns whether it can end the request; if not, `check_stop` need not be called."""

@@ -102,7 +102,8 @@ class ApiServer:
         if (num_prefill := self._options.processes.prefill) is None:
             return Replicas(self._connect, pids, **settings)
         settings["threshold"] = self._options.processes.prefill_threshold
-        settings["load_failure_policy"] = self._start.config.kv_transfer.kv_load_failure_policy
+        transfer = self._start.config.kv_transfer
+        settings["load_failure_policy"], settings["pull_timeout"] = transfer.kv_load_failure_policy, transfer.kv_pull_timeout
         return PrefillDecode(self._connect, pids, num_prefill=num_prefill, **settings)
 
     def _connect(self, rank: int, pid: int | None) -> EngineClient:

@@ -44,8 +44,8 @@ class CoreListener(Protocol):
         """Outputs of a step."""
 
     def take_move(self, request_id: str, replica: int, transfer: KVTransfer | None) -> None:
-        """An unfinished request, of which nothing was reported yet, is computed by this replica from now on. transfer: where blocks of its
-        prompt come from."""
+        """An unfinished request, of which at most the first token was reported, is computed by this replica from now on. transfer: where
+        blocks of its prompt come from."""
 
     def take_refusal(self, request_id: str, error: JaxLLMError) -> None:
         """The core rejected a request, which it was sent by `Core.add_request`."""

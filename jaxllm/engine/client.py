@@ -10,7 +10,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxllm.engine.messages import (
     Add,
     Bye,
     Call,
+    Continue,
     Dead,
     Drain,
     Draining,
@@ -143,19 +144,19 @@ class EngineClient:
     def tick_seconds(self) -> float:
         """How long ago the engine's loop last began a step or a call, or was known to wait for work."""
         status = self.status
-        return self._silence + (0.0 if status is None else status.age_seconds)
+        return self.silent_seconds + (0.0 if status is None else status.age_seconds)
 
     @property
     def stalled_seconds(self) -> float:
         """`tick_seconds` if the last status was "running", otherwise the seconds since the last message."""
         status = self.status
-        return self.tick_seconds if status is not None and status.state == "running" else self._silence
+        return self.tick_seconds if status is not None and status.state == "running" else self.silent_seconds
 
     @property
     def stall(self) -> str | None:
         """Why the engine seems to hang; None if it does not. It may go on by itself, unlike one with a `dead_error`."""
-        if self._silence > self._stall_seconds:
-            return f"no sign of life from the engine process for {self._silence:.0f} s"
+        if self.silent_seconds > self._stall_seconds:
+            return f"no sign of life from the engine process for {self.silent_seconds:.0f} s"
         if self.status is not None and self.status.is_stalled:
             return f"the engine has been in one step for {self.tick_seconds:.0f} s"
         return None
@@ -171,7 +172,7 @@ class EngineClient:
         return f"{what}, for {self.tick_seconds:.0f} s"
 
     @property
-    def _silence(self) -> float:
+    def silent_seconds(self) -> float:
         """Seconds without a message."""
         return 0.0 if self._heard is None else time.monotonic() - self._heard
 
@@ -199,6 +200,10 @@ class EngineClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self._send(Abort(self.name, request_ids))
+
+    def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        """See SteppedCore. Raises EngineDeadError or EngineError."""
+        self._send(Continue(self.name, request_id, list(output_token_ids)))
 
     def end_lease(self, transfer: KVTransfer) -> None:
         """See Core. Raises EngineDeadError or EngineError."""
@@ -268,8 +273,8 @@ class EngineClient:
         if now - self._ticked > FROZEN_SECONDS:
             self._heard = now  # this process did not run, so the engine may not have run either
         self._ticked = now
-        if self._silence > self._silence_seconds:
-            self._die(EngineDeadError(f"the engine process has given no sign of life for {self._silence:.0f} s"))
+        if self.silent_seconds > self._silence_seconds:
+            self._die(EngineDeadError(f"the engine process has given no sign of life for {self.silent_seconds:.0f} s"))
         elif not self._closed:
             if ((stall := self.stall) is not None) != self._was_stalled:
                 self._was_stalled = stall is not None

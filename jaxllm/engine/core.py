@@ -35,6 +35,7 @@ from jaxllm.errors import (
     EngineDeadError,
     EngineError,
     EngineSleepingError,
+    GrammarError,
     InvalidRequestError,
     JaxLLMError,
     OverloadedError,
@@ -253,6 +254,18 @@ class EngineCore:
     def meet(self, transfer: KVTransfer) -> None:
         if self._kv_tiers is not None:
             self._kv_tiers.meet(transfer)
+
+    def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        """See SteppedCore."""
+        held, request = self._pause.held.get(request_id), self.scheduler.requests.get(request_id)
+        if held is not None and held.awaits_first_token:
+            self._pause.held[request_id] = replace(held, output_token_ids=tuple(output_token_ids), awaits_first_token=False)
+        if request is None or not request.awaits_first_token:
+            return
+        try:
+            request.take_outputs(output_token_ids)
+        except GrammarError as error:
+            self._outputs += self.scheduler.fail_requests([request_id], ErrorKind.CONSTRAINT, str(error))
 
     def _end_lease_of(self, request: EngineCoreRequest) -> None:
         """A request ends that was not queued."""

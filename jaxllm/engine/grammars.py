@@ -115,6 +115,8 @@ class Grammars(Preparation):
             ends_at_eos=not spec.sampling_params.ignore_eos,
             start_after=grammar.start_after_token_ids,
         )
+        for token_id in request.output_token_ids:  # another engine has drawn them
+            request.matcher.advance(token_id)
 
     def _keep(self, text: str, template: "Template") -> None:
         self._templates[text] = (template, template.num_bytes)

@@ -1,8 +1,8 @@
 """Messages between API servers and the engine process: typed msgpack, never pickles. Fields are positional: only append.
 
-An API server sends `Hello`, `Add`, `Abort`, `EndLease`, `Meet`, `Call`, `NoMore` and `Bye`; the engine process sends `Status`, `Ready`,
-`Outputs`, `Refused`, `Failed`, `Reply`, `WantMetrics`, `Update`, `Draining` and `Dead`. The process that started it may send `Drain`.
-Anything that cannot be decoded raises MessageError.
+An API server sends `Hello`, `Add`, `Abort`, `Continue`, `EndLease`, `Meet`, `Call`, `NoMore` and `Bye`; the engine process sends
+`Status`, `Ready`, `Outputs`, `Refused`, `Failed`, `Reply`, `WantMetrics`, `Update`, `Draining` and `Dead`. The process that started it
+may send `Drain`. Anything that cannot be decoded raises MessageError.
 """
 
 import inspect
@@ -111,6 +111,14 @@ class Abort(_Message, tag="abort"):
 
     client: str
     request_ids: list[str]
+
+
+class Continue(_Message, tag="continue"):
+    """Let a request of this API server run that awaits its first token: behind these tokens, or without. Other ids are ignored."""
+
+    client: str
+    request_id: str
+    output_token_ids: list[int]
 
 
 class EndLease(_Message, tag="end_lease"):
@@ -285,7 +293,7 @@ class Dead(_Message, tag="dead"):
     message: str
 
 
-ClientMessage = Hello | Add | Abort | EndLease | Meet | Call | Bye | Drain | NoMore
+ClientMessage = Hello | Add | Abort | Continue | EndLease | Meet | Call | Bye | Drain | NoMore
 EngineMessage = Status | Ready | Outputs | Refused | Failed | Reply | WantMetrics | Update | Draining | Dead
 
 

@@ -24,6 +24,7 @@ from jaxllm.engine.messages import (
     Abort,
     Add,
     Call,
+    Continue,
     Dead,
     Drain,
     Draining,
@@ -176,6 +177,9 @@ class EngineLoop:
             self._add(command)
         elif isinstance(command, Abort):
             self._end([id for id in command.request_ids if self._requests.get(id) == command.client])
+        elif isinstance(command, Continue):
+            if self._requests.get(command.request_id) == command.client:
+                self._core.continue_request(command.request_id, command.output_token_ids)
         elif isinstance(command, EndLease):
             self._core.end_lease(command.transfer)
         elif isinstance(command, Meet):

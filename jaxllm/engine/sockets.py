@@ -29,6 +29,7 @@ from jaxllm.engine.messages import (
     Add,
     Bye,
     Call,
+    Continue,
     Dead,
     Drain,
     EndLease,
@@ -77,7 +78,7 @@ class Stop:
     """A command to end the engine process."""
 
 
-Command = Hello | Add | Abort | EndLease | Meet | Call | Drain | NoMore | Gone | Stop | Callable[[], object]
+Command = Hello | Add | Abort | Continue | EndLease | Meet | Call | Drain | NoMore | Gone | Stop | Callable[[], object]
 
 
 @dataclass

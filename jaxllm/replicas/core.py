@@ -400,8 +400,11 @@ class Replicas:
         while True:
             await asyncio.sleep(STALL_POLL_SECONDS)
             for rank in self._serving:
-                client = self.clients[rank]
-                self.balancer.set_stalled(rank, client.stalled_seconds > STALL_SECONDS or client.stall is not None)
+                self._watch(rank)
+
+    def _watch(self, rank: int) -> None:
+        client = self.clients[rank]
+        self.balancer.set_stalled(rank, client.stalled_seconds > STALL_SECONDS or client.stall is not None)
 
     # Control calls
 

@@ -156,6 +156,9 @@ class LocalReplicas(PauseCalls):
     def meet(self, transfer: KVTransfer) -> None:
         """Replicas of one role fetch no blocks of others."""
 
+    def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        """Replicas of one role draw the first tokens themselves."""
+
     def end_lease(self, transfer: KVTransfer) -> None:
         self._loop.call_soon_threadsafe(self._replicas.end_lease, transfer)
 

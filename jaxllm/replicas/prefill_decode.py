@@ -5,11 +5,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
+
 from jaxllm.engine import messages
 from jaxllm.engine.async_core import ReplicaInfo
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Outputs, Refused
-from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError
+from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
 from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
 from jaxllm.kv_transfer_options import PORT
 from jaxllm.log import logger
@@ -18,8 +20,9 @@ from jaxllm.replicas.core import Replicas
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.routing.balancer import RoutingPolicy
 from jaxllm.routing.two_legs import TwoLegs, decode_leg, prefill_leg
+from jaxllm.sampling_params import RequestOutputKind
 
-_ENDS_REQUEST = frozenset({ErrorKind.TIMEOUT, ErrorKind.QUEUE_TIMEOUT, ErrorKind.ADAPTER})
+_ENDS_REQUEST = frozenset({ErrorKind.TIMEOUT, ErrorKind.QUEUE_TIMEOUT, ErrorKind.ADAPTER, ErrorKind.CONSTRAINT})
 """Errors of a first leg that a second one would meet too."""
 
 
@@ -28,10 +31,12 @@ class _FirstLeg:
     """A prompt that a prefill engine computes."""
 
     rank: int
+    drawn_for: str | None = None
+    """The request whose first token it draws. Another answer to the prompt, and one that has its first token, takes its blocks alone."""
     waiting: dict[str, EngineCoreRequest] = field(default_factory=dict)
     """The requests that continue from it, by id: the answers to one prompt."""
-    sent: set[str] = field(default_factory=set)
-    """Requests whose second leg fetches blocks while this one computes more."""
+    sent: dict[str, EngineCoreRequest] = field(default_factory=dict)
+    """Second legs that fetch blocks while this one computes more."""
     params: dict[str, Any] | None = None
     """The `kv_transfer_params` of its early output."""
     decode_rank: int | None = None
@@ -50,14 +55,16 @@ class PrefillDecode(Replicas):
         num_prefill: int,
         threshold: int,
         load_failure_policy: Literal["recompute", "fail"] = "recompute",
+        pull_timeout: float = 10.0,
         policy: RoutingPolicy = "cache_aware",
         num_api_servers: int = 1,
         retries: bool = False,
     ):
         """threshold: a prompt with fewer uncached tokens runs on a decode engine alone. load_failure_policy: the option
-        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request."""
+        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request. pull_timeout: the option kv_pull_timeout."""
         super().__init__(connect, pids, policy=policy, num_api_servers=num_api_servers, retries=retries)
         self._num_prefill, self._threshold, self._fails = num_prefill, threshold, load_failure_policy == "fail"
+        self._pull_timeout = pull_timeout
         self._legs: dict[str, _FirstLeg] = {}
         """First legs, by their own id."""
         self._leg_of: dict[str, str] = {}
@@ -65,10 +72,12 @@ class PrefillDecode(Replicas):
         self._last_leg = ""
         self._unfetched: dict[str, tuple[int, KVTransfer]] = {}
         """Where blocks of second legs are that have reported nothing yet, after the rank of that prefill engine, by request."""
+        self._begun: dict[str, EngineCoreRequest] = {}
+        """Requests whose first token was passed on, and no other: with it they may run again."""
 
     async def ready(self) -> "PrefillDecode":
         await super().ready()
-        self.routes = TwoLegs(self.balancer, self._num_prefill, self._threshold)
+        self.routes = TwoLegs(self.balancer, self._num_prefill, self._threshold, self.core.max_model_len)
         # Clients send whole requests: they name no engines.
         self.core.config = self.core.config.replace(kv_role=None, kv_port=PORT)
         return self
@@ -109,7 +118,7 @@ class PrefillDecode(Replicas):
             self._send_whole(request)
             return
         self._last_prompt, self._last_rank, self._last_leg = request.prompt_token_ids, rank, first.request_id
-        self._legs[first.request_id] = _FirstLeg(rank)
+        self._legs[first.request_id] = _FirstLeg(rank, None if request.output_token_ids else request.request_id)
         self._wait(request, first.request_id)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -119,6 +128,7 @@ class PrefillDecode(Replicas):
             leg = self._legs.get(self._leg_of.get(request_id, ""))
             if leg is None or request_id in leg.sent:
                 self._unfetched.pop(request_id, None)  # the decode engine ends the lease
+                self._begun.pop(request_id, None)
                 ended.append(request_id)
             if (leg_id := self._leave(request_id)) is not None:
                 ended.append(leg_id)
@@ -128,6 +138,21 @@ class PrefillDecode(Replicas):
         super()._admit(rank)
         for other in self._serving:
             self._introduce(*sorted((rank, other)))
+
+    def _watch(self, rank: int) -> None:
+        super()._watch(rank)
+        if rank < self._num_prefill and self.clients[rank].silent_seconds > self._pull_timeout:
+            self._wait_no_more(rank)
+
+    def _wait_no_more(self, rank: int) -> None:
+        """A prefill engine gives no sign of life: its blocks do not come either. Decode engines that wait for first tokens draw them."""
+        legs = [leg_id for leg_id, leg in self._legs.items() if leg.rank == rank and leg.sent]
+        if legs:
+            logger.warning("prefill engine %d is silent: decode engines go on with %d prompts by themselves", rank, len(legs))
+        super().abort(legs)
+        for leg_id in legs:
+            if leg_id in self._legs:
+                self._continue(leg_id, None)
 
     def _introduce(self, first: int, second: int) -> None:
         """Have a decode engine connect to a prefill engine now, and not with the first request."""
@@ -151,7 +176,7 @@ class PrefillDecode(Replicas):
             return None
         leg = self._legs[leg_id]
         leg.waiting.pop(request_id, None)
-        leg.sent.discard(request_id)
+        leg.sent.pop(request_id, None)
         if leg.waiting or leg.sent:
             return None
         del self._legs[leg_id]
@@ -169,17 +194,37 @@ class PrefillDecode(Replicas):
         self._last_prompt, self._last_rank, self._last_leg = request.prompt_token_ids, rank, ""
         self._send_to(rank, request)
 
-    def _continue(self, leg_id: str, params: dict[str, Any] | None) -> None:
-        """A first leg has ended: send all that wait for it to one decode engine. params: what it left there; None: nothing."""
+    def _continue(self, leg_id: str, params: dict[str, Any] | None, first_token_ids: Sequence[int] = ()) -> None:
+        """A first leg has ended: send all that wait for it to one decode engine. params: what it left there; None: nothing.
+        first_token_ids: what it drew."""
         leg = self._legs[leg_id]
-        for request_id in leg.sent:
-            del self._leg_of[request_id]
-        leg.sent.clear()
-        while leg.waiting:  # a refusal ends all answers to the prompt, by `abort`
+        while leg.sent:  # a refusal ends all answers to the prompt, by `abort`
+            request_id, second = next(iter(leg.sent.items()))
+            del self._leg_of[request_id], leg.sent[request_id]
+            self._note_move(leg, second)
+            if second.awaits_first_token:
+                self._note_begun(second, first_token_ids)
+                self._tell_first(leg, request_id, first_token_ids)
+        while leg.waiting:
             request_id = next(iter(leg.waiting))
             del self._leg_of[request_id]
-            self._send_second(leg, leg.waiting.pop(request_id), params)
+            own_token_ids = first_token_ids if request_id == leg.drawn_for else ()
+            second = decode_leg(leg.waiting.pop(request_id), params, own_token_ids)
+            self._note_begun(second, own_token_ids)
+            if self._send_second(leg, second):
+                self._note_move(leg, second)
         self._legs.pop(leg_id, None)
+
+    def _tell_first(self, leg: _FirstLeg, request_id: str, first_token_ids: Sequence[int]) -> None:
+        """Let a request run at its decode engine that waits for its first token."""
+        assert leg.decode_rank is not None
+        try:
+            self.clients[leg.decode_rank].continue_request(request_id, first_token_ids)
+        except EngineDeadError:
+            return  # its requests are about to end
+        except EngineError as error:
+            super().abort([request_id])
+            self._refuse(request_id, error)
 
     def _send_early(self, leg_id: str, params: dict[str, Any]) -> None:
         """A first leg computes, and what is computed can be fetched: send all that wait for it."""
@@ -187,22 +232,63 @@ class PrefillDecode(Replicas):
         leg.params = params
         while leg.waiting:  # as above
             request_id = next(iter(leg.waiting))
-            leg.sent.add(request_id)
-            self._send_second(leg, leg.waiting.pop(request_id), params)
+            second = decode_leg(leg.waiting.pop(request_id), params, awaits_first_token=request_id == leg.drawn_for)
+            leg.sent[request_id] = second
+            self._send_second(leg, second)
 
-    def _send_second(self, leg: _FirstLeg, request: EngineCoreRequest, params: dict[str, Any] | None) -> None:
-        """Send a request to the decode engine of its first leg, or refuse it."""
-        request_id, second = request.request_id, decode_leg(request, params)
+    def _send_second(self, leg: _FirstLeg, second: EngineCoreRequest) -> bool:
+        """Send a request to the decode engine of its first leg, or refuse it. Returns whether it was sent."""
         if (transfer := second.options.kv_transfer) is not None:
-            self._unfetched[request_id] = leg.rank, transfer
+            self._unfetched[second.request_id] = leg.rank, transfer
         try:
             leg.decode_rank = self.routes.choose_decode(second, leg.decode_rank)
             self._send_to(leg.decode_rank, second)
         except JaxLLMError as error:
+            self._refuse(second.request_id, error)
+            return False
+        return True
+
+    def _note_move(self, leg: _FirstLeg, second: EngineCoreRequest) -> None:
+        """A request counts at its decode engine from now on."""
+        if self._listener is not None and leg.decode_rank is not None:
+            self._listener.take_move(second.request_id, leg.decode_rank, second.options.kv_transfer)
+
+    def _pass_on(self, leg_id: str, output: EngineCoreOutput) -> None:
+        """Pass the token that a first leg drew on to the caller of its request, with the end of the request if it is the last."""
+        leg = self._legs[leg_id]
+        request_id = leg.drawn_for
+        if request_id is None or not (request_id in leg.waiting or request_id in leg.sent):
+            return  # it has ended
+        told = msgspec.structs.replace(output, request_id=request_id, kv_transfer_params=None)
+        if output.finish_reason is FinishReason.LENGTH:  # see `prefill_leg`
+            told.finish_reason, told.num_preemptions = None, 0
+        else:
+            if request_id in leg.sent:
+                self._unfetched.pop(request_id, None)  # the decode engine ends the lease
+                super().abort([request_id])
+            self._leave(request_id)
+        if self._listener is not None:
+            self._listener.take_outputs([told])
+
+    def _note_begun(self, second: EngineCoreRequest, first_token_ids: Sequence[int]) -> None:
+        """A first leg has passed on these first tokens of a request. Where nothing follows, it goes on behind them; others can begin anew,
+        and so can requests whose callers get all at the end."""
+        if first_token_ids and second.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            options = replace(second.options, kv_transfer=None)
+            self._begun[second.request_id] = replace(
+                second, options=options, output_token_ids=tuple(first_token_ids), awaits_first_token=False
+            )
+
+    def _run_again(self, request: EngineCoreRequest) -> None:
+        """Have another decode engine continue a request, of which the caller has the first token."""
+        request_id = request.request_id
+        try:
+            self.add(request)
+        except JaxLLMError as error:
             self._refuse(request_id, error)
             return
-        if self._listener is not None:
-            self._listener.take_move(request_id, leg.decode_rank, transfer)
+        if self._listener is not None and (rank := self.replica_of(request_id)) is not None:
+            self._listener.take_move(request_id, rank, None)
 
     def _end_waiting(self, leg_id: str, output: EngineCoreOutput) -> None:
         """A first leg has ended, and with it all that wait for it."""
@@ -231,8 +317,12 @@ class PrefillDecode(Replicas):
 
     def _take_outputs(self, rank: int, message: Outputs) -> None:
         told = {each.request_id for each in message.outputs} & self._leg_of.keys()
+        for request_id in told:  # drawn before its first leg is over
+            leg = self._legs[self._leg_of[request_id]]
+            self._note_move(leg, leg.sent[request_id])
         for output in message.outputs:
             self._unfetched.pop(output.request_id, None)
+            self._begun.pop(output.request_id, None)
             is_late = output.request_id not in self._legs  # it was aborted meanwhile
             if is_late and (transfer := read_kv_transfer(output.kv_transfer_params)) is not None:
                 self._send_end_of_lease(rank, transfer)
@@ -253,7 +343,13 @@ class PrefillDecode(Replicas):
                 continue
             if is_error:
                 logger.warning("prefill failed, a decode engine computes the prompt: %s", output.stop_reason)
-            self._continue(output.request_id, output.kv_transfer_params)
+                self._continue(output.request_id, None)
+                continue
+            self._pass_on(output.request_id, output)
+            if output.request_id in self._legs:
+                self._continue(output.request_id, output.kv_transfer_params, output.new_token_ids)
+            elif (transfer := read_kv_transfer(output.kv_transfer_params)) is not None:  # all has ended with that token
+                self._send_end_of_lease(rank, transfer)
 
     def _take_refusal(self, rank: int, message: Refused) -> None:
         if message.request_id not in self._legs:
@@ -271,13 +367,17 @@ class PrefillDecode(Replicas):
 
     def _refuse(self, request_id: str, error: JaxLLMError) -> None:
         self._end_leases([request_id])
+        self._begun.pop(request_id, None)
         self._leave_all([request_id])
         super()._refuse(request_id, error)
 
     def _fail(self, error: EngineError, ids: Collection[str]) -> None:
         self._end_leases(ids)
+        may_retry = isinstance(error, ReplicaLostError) and error.may_retry
+        begun = {request_id: self._begun.pop(request_id) for request_id in ids if request_id in self._begun}
+        again = begun if may_retry else {}
         legs = [request_id for request_id in ids if request_id in self._legs]
-        ended = [request_id for request_id in ids if request_id not in self._legs]
+        ended = [request_id for request_id in ids if request_id not in self._legs and request_id not in again]
         if self._fails:
             ended += [request_id for leg_id in legs for request_id in self._drop_leg(leg_id)]
             legs = []
@@ -288,3 +388,5 @@ class PrefillDecode(Replicas):
             logger.warning("prefill of %d prompts failed, decode engines compute them: %s", len(legs), error)
         for leg_id in legs:
             self._continue(leg_id, None)
+        for request in again.values():
+            self._run_again(request)

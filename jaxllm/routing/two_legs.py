@@ -1,6 +1,6 @@
 """A request in two legs: a prefill engine computes its prompt, a decode engine fetches the blocks and computes the answer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,24 +10,18 @@ from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
 from jaxllm.request import EngineCoreRequest
 from jaxllm.routing.balancer import Balancer
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 PREFILL_SUFFIX = "-prefill"
 """Ends the id of a first leg."""
-_ONE_TOKEN = SamplingParams(
-    temperature=0.0, max_tokens=1, seed=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-)
-"""How a first leg samples: its token is discarded, as the decode engine draws it again, by the request's own parameters."""
-
 _KEEP = KVTransfer(keep_for_decode=True, tells_early=True)
 
 
 class TwoLegs:
     """Which engines a request goes to: the first `num_prefill` replicas of a balancer prefill, the others decode."""
 
-    def __init__(self, balancer: Balancer, num_prefill: int, threshold: int):
-        """threshold: a prompt with fewer tokens to compute is computed by the decode engine itself."""
-        self._balancer, self._threshold = balancer, threshold
+    def __init__(self, balancer: Balancer, num_prefill: int, threshold: int, max_model_len: int):
+        """threshold: a prompt with fewer tokens to compute is computed by the decode engine itself. max_model_len: the longest request."""
+        self._balancer, self._threshold, self._max_model_len = balancer, threshold, max_model_len
         self._prefills = np.arange(balancer.num_replicas) < num_prefill
         self._decodes = ~self._prefills
 
@@ -44,7 +38,11 @@ class TwoLegs:
                 "leave it out",
                 "data_parallel_rank",
             )
-        if _ends_with_prompt(request) or not request.reads_prefix_cache or not self._balancer.takes_requests(self._prefills):
+        if (
+            self._ends_with_prompt(request)
+            or not request.reads_prefix_cache
+            or not self._balancer.takes_requests(self._prefills)
+        ):
             return False
         if not self.can_answer:
             raise EngineDeadError("no decode engine takes requests now")
@@ -58,7 +56,9 @@ class TwoLegs:
         """The engine for a request that one engine computes whole: a decode engine, or for one without an answer to speak of, a prefill
         engine. rank: the engine, if it is chosen already."""
         among = (
-            self._prefills if _ends_with_prompt(request) and self._balancer.takes_requests(self._prefills) else self._decodes
+            self._prefills
+            if self._ends_with_prompt(request) and self._balancer.takes_requests(self._prefills)
+            else self._decodes
         )
         return self._balancer.choose(request, rank, among=among)
 
@@ -67,27 +67,38 @@ class TwoLegs:
         is_prefilled = request.options.kv_transfer is not None
         return self._balancer.choose(request, rank, among=self._decodes, is_prefilled=is_prefilled)
 
+    def _ends_with_prompt(self, request: EngineCoreRequest) -> bool:
+        """Whether nothing follows the step that computes the last prompt token."""
+        is_full = len(request.prompt_token_ids) + 1 >= self._max_model_len
+        return request.pooling_params is not None or request.sampling_params.max_tokens == 1 or is_full
+
 
 def prefill_leg(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The first leg of a request: one token, without stop conditions and grammar. It belongs to no session: a prefix that a prefill engine
-    has is found by its cache."""
+    """The first leg of a request: it ends with the first token, drawn as the request asks, for the reason "length" if the request goes on.
+    It belongs to no session: a prefix that a prefill engine has is found by its cache."""
+    params = request.sampling_params.clone()
+    params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
     return replace(
         request,
         request_id=request.request_id + PREFILL_SUFFIX,
-        sampling_params=_ONE_TOKEN.clone(),
-        eos_token_ids=(),
+        sampling_params=params,
         options=replace(request.options, kv_transfer=_KEEP, session_id=None),
-        grammar=None,
-        thinking_budget=None,
+        output_token_ids=(),
     )
 
 
-def decode_leg(request: EngineCoreRequest, params: Mapping[str, Any] | None) -> EngineCoreRequest:
-    """The second leg of a request, whose first leg answered with these `kv_transfer_params`; None: the decode engine computes it all."""
-    found = read_kv_transfer(params)
-    return request if found is None else replace(request, options=replace(request.options, kv_transfer=found))
-
-
-def _ends_with_prompt(request: EngineCoreRequest) -> bool:
-    """Whether nothing follows the step that computes the last prompt token."""
-    return request.pooling_params is not None or request.sampling_params.max_tokens == 1
+def decode_leg(
+    request: EngineCoreRequest,
+    params: Mapping[str, Any] | None,
+    first_token_ids: Sequence[int] = (),
+    *,
+    awaits_first_token: bool = False,
+) -> EngineCoreRequest:
+    """The second leg of a request, whose first leg answered with these `kv_transfer_params`; None: the decode engine computes it all.
+    first_token_ids: what the first leg has drawn for it. awaits_first_token: it will."""
+    return replace(
+        request,
+        options=replace(request.options, kv_transfer=read_kv_transfer(params)),
+        output_token_ids=(*request.output_token_ids, *first_token_ids),
+        awaits_first_token=awaits_first_token,
+    )

@@ -25,6 +25,9 @@ are under way, whose ends nobody would notice."""
 _LONGEST_STEP_SECONDS = 1.0
 """More time than this between two steps, e.g. a pause or a compilation, says nothing of how long loads take."""
 
+_TOKEN_SECONDS = 0.002
+"""The longest wait for a step while a request has all that it fetches, and its first token is on its way."""
+
 
 class Loading:
     """The requests with the status WAITING_FOR_BLOCKS, and the tiers that they wait for.
@@ -61,6 +64,8 @@ class Loading:
         self._others_run = self._awaits_stores = False
         """Whether requests run, and whether a load lately took fewer blocks than it could, because contents were not stored yet."""
         self._patience_seconds = max((tier.patience_seconds for tier in tiers), default=0.0)
+        self._keeps_waiting = False
+        """Whether a request waits, as far as the latest plan got."""
         self._seconds = 0.0
         """Time in which steps were planned, one shortly after the other."""
         self._step_at = time.monotonic()
@@ -78,6 +83,7 @@ class Loading:
         self._step_at = now
         self._others_run = others_run
         self._ops = []
+        self._keeps_waiting = False
         for tier in self.tiers:
             found = tier.begin_step(step_id, done_step_id, decodes=decodes)
             if found is not NOTHING:
@@ -138,7 +144,12 @@ class Loading:
     def begin(self, request: Request, num_cached_tokens: int, num_reserved_blocks: int) -> bool:
         """Begin to load blocks of a request behind a cached prefix, if tiers have them, that is faster than to compute them, and there are
         free blocks for all of it in addition to the reserved ones. Returns whether it must wait: also without a load, if there are too few
-        blocks and another engine computes it meanwhile."""
+        blocks and another engine computes it meanwhile, or if that engine draws its first token."""
+        must_wait = self._begins(request, num_cached_tokens, num_reserved_blocks) or request.awaits_first_token
+        self._keeps_waiting |= must_wait
+        return must_wait
+
+    def _begins(self, request: Request, num_cached_tokens: int, num_reserved_blocks: int) -> bool:
         manager, pool = self._manager, self._manager.pool
         if not self.tiers or not request.loads_blocks or not manager.reads_cache(request):
             return False
@@ -291,7 +302,7 @@ class Loading:
     def is_under_way(self, request: Request) -> bool:
         """Whether the request must go on waiting."""
         load = self._loads.get(request.request_id)
-        return load is not None and bool(load.copies or load.left)
+        return load is not None and bool(load.copies or load.left or request.awaits_first_token)
 
     def end(self, request: Request) -> None:
         """Let a request go on without its load, if it has one. What has arrived is found in the prefix cache."""
@@ -326,8 +337,9 @@ class Loading:
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - self._seconds)))
-        elif self._loads or self.is_storing:
-            self.tiers[0].wait(seconds)  # for stores
+        elif self.tiers and (self._loads or self._keeps_waiting or self.is_storing):
+            is_fetched = any(load.request.awaits_first_token and not load.left for load in self._loads.values())
+            self.tiers[0].wait(min(seconds, _TOKEN_SECONDS) if is_fetched else seconds)  # for stores, or for another engine
 
     # Stores
 

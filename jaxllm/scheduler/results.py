@@ -138,10 +138,11 @@ def _append_until_stop(request: Request, sampled: list[int]) -> tuple[list[int],
             matcher.advance(token_id)
         if thinking is not None:
             thinking.advance(token_id)
-        if request.append_output(token_id) and (end := check_stop(request)) is not None:
+        end = check_stop(request) if request.append_output(token_id) else None
+        if matcher is not None and matcher.is_done and end in (None, RequestStatus.FINISHED_LENGTH_CAPPED):
+            end = RequestStatus.FINISHED_STOPPED  # it is complete, also with its last token
+        if end is not None:
             return sampled[:count], end
-        if matcher is not None and matcher.is_done:
-            return sampled[:count], RequestStatus.FINISHED_STOPPED
     return sampled, None
 
 

@@ -294,7 +294,8 @@ class OutputProcessor:
         """Count a request from now on at another replica. transfer: where blocks of its prompt come from."""
         live, _ = self._answers.get(engine_id, (None, None))
         if live is not None:
-            if transfer is not None and live.transfer is None and live.counted_by is not None:  # answers to a prompt share it
+            is_prompt_counted = live.transfer is not None or live.metrics.first_token_time is not None  # answers share it
+            if transfer is not None and not is_prompt_counted and live.counted_by is not None:
                 live.counted_by.prompt_handed_over(len(live.request.prompt_token_ids) - (transfer.num_cached_tokens or 0))
             live.transfer = transfer
             live.counted_by = self._metrics[replica] if self._metrics else None

@@ -107,6 +107,8 @@ class _Running:
     request: EngineCoreRequest
     script: list[int]
     said: list[int] = field(default_factory=list)
+    waits: bool = False
+    """Whether another engine gives its first token."""
 
 
 class FakeEngineCore(FakeAdapters):
@@ -157,12 +159,17 @@ class FakeEngineCore(FakeAdapters):
         if request.options.adapter is not None and request.options.adapter not in self.adapters:
             raise AdapterNotFoundError(f"there is no adapter {request.options.adapter!r}; add it first", "adapter")
         self.requests.append(request)
-        self.running[request.request_id] = _Running(request, list(self._script(request)))
+        said = list(request.output_token_ids)
+        self.running[request.request_id] = _Running(request, list(self._script(request)), said, request.awaits_first_token)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             if self.running.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
+
+    def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        if (running := self.running.get(request_id)) is not None and running.waits:
+            running.said, running.waits = list(output_token_ids), False
 
     prefill_address = None
 
@@ -191,7 +198,8 @@ class FakeEngineCore(FakeAdapters):
         self.num_steps += 1
         self.before_step()
         outputs, self.outputs = self.outputs, []
-        return outputs + [self._advance(self.running[name]) for name in list(self.running) if name not in self.held]
+        ready = [name for name, running in self.running.items() if name not in self.held and not running.waits]
+        return outputs + [self._advance(self.running[name]) for name in ready]
 
     def _advance(self, running: _Running) -> EngineCoreOutput:
         request, params = running.request, running.request.sampling_params

@@ -133,6 +133,7 @@ class FakeCoreWithRole(ServedFakeCore):
             return EngineCoreOutput(request.request_id, [])
         output = super()._advance(running)
         if output.finish_reason is not None and first != "unkept":
+            output.num_cached_tokens = 7
             output.kv_transfer_params = {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
@@ -141,7 +142,7 @@ class FakeCoreWithRole(ServedFakeCore):
                 "remote_host": "127.0.0.1",
                 "remote_port": 14579,
                 "remote_block_ids": [[0]],
-                "remote_prefill_cached_tokens": 7,
+                "remote_prefill_cached_tokens": output.num_cached_tokens,
             }
         return output
 

@@ -16,9 +16,7 @@ from tests.test_kv_transfer import PULLED, TO_DECODE
 
 def tell_early(fleet: Fleet, request_id: str = "a-prefill") -> None:
     """The first prefill engine tells where it stores the blocks that it computes."""
-    load = Load(stats(), received={"client-0-x": len(fleet.clients[0].sent)})
-    output = EngineCoreOutput(request_id, [], kv_transfer_params=TO_DECODE)
-    fleet.clients[0].on_outputs(Outputs([output], load))  # type: ignore[attr-defined]
+    fleet.tell_early(0, request_id)
 
 
 def answer(fleet: Fleet, request_id: str = "a", reason: FinishReason | None = None) -> None:
@@ -27,26 +25,21 @@ def answer(fleet: Fleet, request_id: str = "a", reason: FinishReason | None = No
     fleet.clients[2].on_outputs(Outputs([EngineCoreOutput(request_id, [7], reason)], load))  # type: ignore[attr-defined]
 
 
-def is_idle(fleet: Fleet) -> bool:
-    """Whether nothing is left of any request."""
-    core = fleet.core
-    counts = [core.balancer.num_requests(rank) for rank in range(4)]
-    return not (core._legs or core._leg_of or core._unfetched or any(counts))
-
-
 def test_a_second_leg_begins_while_the_first_computes() -> None:
     async def test(fleet: Fleet) -> None:
         request = request_of("a")
         fleet.core.add(request)
         assert fleet.clients[0].sent[0].options.kv_transfer.tells_early  # type: ignore[union-attr]
         tell_early(fleet)
-        assert fleet.clients[2].sent == [replace(request, options=replace(request.options, kv_transfer=PULLED))]
-        assert fleet.listener.moves == [("a", 2, PULLED)] and fleet.core.core.replica_of("a") == 2
+        options = replace(request.options, kv_transfer=PULLED)
+        assert fleet.clients[2].sent == [replace(request, options=options, awaits_first_token=True)]
+        assert not fleet.listener.moves and fleet.core.core.replica_of("a") == 2
         fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
-        assert fleet.ids(2) == ["a"] and not fleet.listener.outputs, "it is not sent twice"
+        assert fleet.told() == [("a", [5], None)] and fleet.listener.moves == [("a", 2, PULLED)]
+        assert fleet.ids(2) == ["a"] and fleet.clients[2].continued == [("a", [5])], "it is not sent twice"
         answer(fleet)
         answer(fleet, reason=FinishReason.STOP)
-        assert len(fleet.listener.outputs) == 2 and is_idle(fleet)
+        assert len(fleet.listener.outputs) == 3 and fleet.is_idle()
         assert not any(client.aborted or client.ended_leases for client in fleet.clients)
 
     with_fleet(test)
@@ -64,7 +57,7 @@ def test_answers_to_one_prompt_go_to_one_decode_engine_early() -> None:
         answer(fleet, "b", FinishReason.STOP)
         assert not fleet.clients[0].aborted, "one answer needs it"
         fleet.core.abort(["c"])
-        assert fleet.clients[0].aborted == ["a-prefill"] and fleet.clients[2].aborted == ["a", "c"] and is_idle(fleet)
+        assert fleet.clients[0].aborted == ["a-prefill"] and fleet.clients[2].aborted == ["a", "c"] and fleet.is_idle()
         tell_early(fleet)
         assert fleet.clients[0].ended_leases == [PULLED], "it was told too late"
 
@@ -96,7 +89,7 @@ def test_a_first_leg_that_fails_behind_its_second(cause: str, policy: Any) -> No
                 name for _, ids in fleet.listener.failures for name in ids
             ]
             assert ended == ["a"]
-        assert is_idle(fleet)
+        assert fleet.is_idle()
 
     with_fleet(test, load_failure_policy=policy)
 
@@ -105,6 +98,9 @@ def test_a_first_leg_that_fails_behind_its_second(cause: str, policy: Any) -> No
 def test_a_first_leg_ends_with_its_second(cause: str) -> None:
     async def test(fleet: Fleet) -> None:
         fleet.core.add(request_of("a"))
+        if cause == "computed here":  # an answer whose first token is drawn there
+            fleet.core.add(request_of("b", seed=8))
+            fleet.core.abort(["a"])
         if cause == "refused":
             for client in fleet.clients[2:]:
                 client.refuses = OverloadedError("full", 1)
@@ -112,11 +108,11 @@ def test_a_first_leg_ends_with_its_second(cause: str) -> None:
         if cause == "lost":
             fleet.clients[2].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
         elif cause == "computed here":
-            answer(fleet)
-            answer(fleet, reason=FinishReason.STOP)
+            answer(fleet, "b")
+            answer(fleet, "b", FinishReason.STOP)
         elif cause == "aborted":
             fleet.core.abort(["a"])
-        assert fleet.clients[0].aborted == ["a-prefill"] and is_idle(fleet)
+        assert fleet.clients[0].aborted == ["a-prefill"] and fleet.is_idle()
         assert len(fleet.clients[0].ended_leases) == (cause in ("refused", "lost"))
         assert bool(fleet.listener.refusals) == (cause == "refused")
         assert bool(fleet.listener.failures) == (cause == "lost")

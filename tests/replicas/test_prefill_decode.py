@@ -19,7 +19,7 @@ from jaxllm.replicas import core
 from jaxllm.replicas.prefill_decode import PrefillDecode
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Grammar
 from jaxllm.request_options import RequestOptions
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler.block_hash import hashes_of
 from tests.routing.test_balancer import stats
 from tests.test_kv_transfer import PULLED, TO_DECODE
@@ -38,12 +38,13 @@ class FakeClient:
         self.dead_error: EngineDeadError | None = None
         self.stats, self.sleep_level, self.num_compiled_after_warmup = stats(), 0, 0
         self.status = self.stall = None
-        self.stalled_seconds = self.tick_seconds = 0.0
+        self.stalled_seconds = self.tick_seconds = self.silent_seconds = 0.0
         self.long_work = ""
         self.sent: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.refuses: Exception | None = None
         self.let_gone = 0
+        self.continued: list[tuple[str, list[int]]] = []
         self.ended_leases: list[KVTransfer] = []
         self.met: list[KVTransfer] = []
         self.prefill_address: KVTransfer | None = None
@@ -59,6 +60,11 @@ class FakeClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+
+    def continue_request(self, request_id: str, output_token_ids: Sequence[int]) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.continued.append((request_id, list(output_token_ids)))
 
     def end_lease(self, transfer: KVTransfer) -> None:
         self.ended_leases.append(transfer)
@@ -119,6 +125,31 @@ class Fleet:
         output = EngineCoreOutput(request_id, [5], reason, **fields)
         load = Load(stats(), received={"client-0-x": len(self.clients[rank].sent)})
         self.clients[rank].on_outputs(Outputs([output], load))  # type: ignore[attr-defined]
+
+    def tell_early(self, rank: int, request_id: str) -> None:
+        """A prefill engine has computed the first blocks."""
+        output = EngineCoreOutput(request_id, [], kv_transfer_params=TO_DECODE)
+        load = Load(stats(), received={"client-0-x": len(self.clients[rank].sent)})
+        self.clients[rank].on_outputs(Outputs([output], load))  # type: ignore[attr-defined]
+
+    def begin(self, name: str, *, early: bool = True, **fields: Any) -> tuple[EngineCoreRequest, int]:
+        """A request with a first leg at engine 0 that draws its first token and ends, and the rank of its decode engine."""
+        request = request_of(name, list(LONG), **fields)
+        self.core.add(request)
+        assert f"{name}-prefill" == self.ids(0)[-1]
+        if early:
+            self.tell_early(0, f"{name}-prefill")
+        self.end(0, f"{name}-prefill", kv_transfer_params=TO_DECODE)
+        return request, next(rank for rank in (2, 3) if name in self.ids(rank))
+
+    def told(self) -> list[tuple[str, list[int], FinishReason | None]]:
+        """The outputs that callers have."""
+        return [(each.request_id, each.new_token_ids, each.finish_reason) for each in self.listener.outputs]
+
+    def is_idle(self) -> bool:
+        """Whether nothing is known of any request."""
+        known = (self.core._legs, self.core._leg_of, self.core._unfetched, self.core._begun)
+        return not any(known) and not any(self.core.balancer.num_requests(rank) for rank in range(4))
 
     def ids(self, rank: int) -> list[str]:
         return [request.request_id for request in self.clients[rank].sent]
@@ -186,24 +217,26 @@ def test_a_long_prompt_runs_in_two_legs() -> None:
         fleet.core.add(request)
         (first,) = fleet.clients[0].sent
         assert first.request_id == "a-prefill" and first.prompt_token_ids is LONG
-        params = first.sampling_params
-        assert (params.max_tokens, params.temperature, params.logprobs) == (1, 0.0, None)
-        assert not params.stop_token_ids and params.ignore_eos and first.eos_token_ids == () and first.grammar is None
+        wanted = request.sampling_params.clone()
+        wanted.max_tokens = 1
+        assert first.sampling_params == wanted and (first.eos_token_ids, first.grammar) == ((2,), request.grammar)
         assert first.options == RequestOptions(priority=3, kv_transfer=KVTransfer(keep_for_decode=True, tells_early=True))
         assert fleet.core.core.replica_of("a") == 0
 
         fleet.load(2, cache_usage=0.5)
-        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
-        assert fleet.ids(2) == [] and fleet.ids(3) == ["a"] and not fleet.listener.outputs
+        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE, num_cached_tokens=16, prefill_seconds=0.5)
+        assert fleet.ids(2) == [] and fleet.ids(3) == ["a"]
+        assert fleet.listener.outputs == [EngineCoreOutput("a", [5], num_cached_tokens=16, prefill_seconds=0.5)]
         (second,) = fleet.clients[3].sent
-        assert second == replace(request, options=replace(request.options, kv_transfer=PULLED)), (
+        transfer = replace(request.options, kv_transfer=PULLED)
+        assert second == replace(request, options=transfer, output_token_ids=(5,)), (
             "all else as the caller wants it, so the answer is one engine's"
         )
         assert fleet.listener.moves == [("a", 3, PULLED)] and fleet.core.core.replica_of("a") == 3
 
         fleet.end(3, "a", FinishReason.STOP, num_cached_tokens=96)
-        assert [output.request_id for output in fleet.listener.outputs] == ["a"]
-        assert not fleet.core._legs and not fleet.core._leg_of
+        assert [output.request_id for output in fleet.listener.outputs] == ["a", "a"]
+        assert fleet.is_idle()
         assert [fleet.core.balancer.num_requests(rank) for rank in range(4)] == [0] * 4
 
     with_fleet(test)
@@ -241,7 +274,8 @@ def test_what_needs_little_prefill_or_no_decode_runs_on_one_engine() -> None:
         assert sorted(fleet.ids(2) + fleet.ids(3)) == ["fresh", "scores", "short"]
         fleet.core.add(request_of("vector", list(LONG), pooling=True))
         fleet.core.add(request_of("one", list(LONG), max_tokens=1))
-        assert sorted(fleet.ids(0) + fleet.ids(1)) == ["one", "vector"]
+        fleet.core.add(request_of("full", [*range(500), *range(499)]))
+        assert sorted(fleet.ids(0) + fleet.ids(1)) == ["full", "one", "vector"], "there is room for one token"
         cached = CacheEvents(stored=events_of(request_of("x")).stored[: 8 * KEY_BYTES])  # 8 blocks
         fleet.clients[3].on_update(Update(Load(stats()), cached))  # type: ignore[attr-defined]
         fleet.core.add(request_of("known", list(LONG)))
@@ -272,7 +306,7 @@ def test_without_blocks_the_decode_engine_computes_the_prompt(params: Any) -> No
         request = request_of("a")
         fleet.core.add(request)
         fleet.end(0, "a-prefill", kv_transfer_params=params)
-        assert [each for client in fleet.clients[2:] for each in client.sent] == [request]
+        assert [each for client in fleet.clients[2:] for each in client.sent] == [replace(request, output_token_ids=(5,))]
 
     with_fleet(test)
 
@@ -494,6 +528,150 @@ def test_without_decode_engines_the_server_is_down_and_without_prefill_engines_i
         assert name == "a" and isinstance(error, EngineDeadError)
 
     with_fleet(test_decode)
+
+
+def test_a_decode_engine_that_fetches_already_is_told_the_first_token() -> None:
+    async def test(fleet: Fleet) -> None:
+        for place in range(3):
+            fleet.core.add(request_of(f"{place}_a", seed=place))
+        fleet.tell_early(0, "0_a-prefill")
+        (client,) = (client for client in fleet.clients[2:] if client.sent)
+        assert [each.awaits_first_token for each in client.sent] == [True, False, False], "one seed draws one token"
+        assert not fleet.listener.moves and not client.continued
+        client.on_outputs(Outputs([EngineCoreOutput("2_a", [6])], Load(stats())))  # type: ignore[attr-defined]
+        rank = fleet.clients.index(client)
+        assert fleet.listener.moves == [("2_a", rank, PULLED)], "it was faster, and counts there"
+        fleet.end(0, "0_a-prefill", kv_transfer_params=TO_DECODE)
+        assert client.continued == [("0_a", [5])] and len(client.sent) == 3
+        assert fleet.told() == [("2_a", [6], None), ("0_a", [5], None)]
+        assert [name for name, *_ in fleet.listener.moves] == ["2_a", "0_a", "1_a"]
+        fleet.core.abort(["0_a", "1_a", "2_a"])
+        assert fleet.is_idle() and client.aborted == ["0_a", "1_a", "2_a"]
+
+    with_fleet(test)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("cause", ["stop token", "stop string", "cancelled before"])
+def test_a_request_that_ends_with_its_first_token_needs_no_decode_engine(cause: str, early: bool) -> None:
+    async def test(fleet: Fleet) -> None:
+        take_outputs = fleet.listener.take_outputs
+
+        def end_by_text(outputs: Any) -> None:  # as AsyncLLM does
+            take_outputs(outputs)
+            if cause == "stop string":
+                fleet.core.abort([output.request_id for output in outputs])
+
+        fleet.listener.take_outputs = end_by_text  # type: ignore[method-assign]
+        fleet.core.add(request_of("a"))
+        if early:
+            fleet.tell_early(0, "a-prefill")
+        if cause == "cancelled before":
+            fleet.core.abort(["a"])
+        reason = FinishReason.STOP if cause == "stop token" else FinishReason.LENGTH
+        fleet.end(0, "a-prefill", reason, kv_transfer_params=TO_DECODE, stop_reason=3 if cause == "stop token" else None)
+        assert (
+            fleet.told()
+            == {
+                "stop token": [("a", [5], FinishReason.STOP)],
+                "stop string": [("a", [5], None)],
+                "cancelled before": [],
+            }[cause]
+        )
+        decodes = fleet.clients[2:]
+        assert [name for client in decodes for name in client.aborted] == ["a"] * early
+        assert early or not any(client.sent for client in decodes)
+        assert not any(client.continued for client in decodes) and not fleet.listener.moves
+        assert fleet.is_idle() and fleet.clients[0].ended_leases == [PULLED], "nobody fetches its blocks"
+
+    with_fleet(test)
+
+
+@pytest.mark.parametrize("cause", ["error", "failed step", "dead", "silent"])
+def test_without_a_first_token_the_decode_engine_that_waits_for_it_draws_one(cause: str) -> None:
+    async def test(fleet: Fleet) -> None:
+        client: Any = fleet.clients[0]
+        fleet.core.add(request_of("a"))
+        fleet.tell_early(0, "a-prefill")
+        if cause == "error":
+            fleet.end(0, "a-prefill", FinishReason.ERROR, stop_reason="NaN", error_kind=ErrorKind.NOT_FINITE)
+        elif cause == "failed step":
+            client.on_failed(Failed("a step failed"))
+        elif cause == "dead":
+            client.on_dead(EngineDeadError("killed"))
+        else:
+            fleet.core.add(request_of("b", list(LONG)))
+            client.silent_seconds = 9.0
+            fleet.core._watch(0)
+            assert not any(decode.continued for decode in fleet.clients[2:])
+            client.silent_seconds = 11.0
+            fleet.core._watch(0)
+            assert client.aborted == ["a-prefill"] and "b-prefill" in fleet.core._legs, "nothing fetches of that one"
+            fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)  # it goes on after all
+            assert client.ended_leases == [PULLED]
+        assert [each for decode in fleet.clients[2:] for each in decode.continued] == [("a", [])]
+        assert not fleet.listener.outputs and not fleet.core._begun
+
+    with_fleet(test)
+
+
+def test_a_decode_engine_that_cannot_be_told_the_first_token_ends_the_request() -> None:
+    async def test(fleet: Fleet) -> None:
+        for name in ("lost", "full"):
+            fleet.core.add(request_of(name, list(LONG)))
+            rank = next(rank for rank in (0, 1) if f"{name}-prefill" in fleet.ids(rank))
+            fleet.tell_early(rank, f"{name}-prefill")
+            (client,) = (client for client in fleet.clients[2:] if name in [each.request_id for each in client.sent])
+            client.refuses = EngineDeadError("it has ended") if name == "lost" else EngineError("it fetches no messages")
+            fleet.end(rank, f"{name}-prefill", kv_transfer_params=TO_DECODE)
+            client.refuses = None
+            if name == "lost":
+                assert not fleet.listener.refusals, "that is told otherwise"
+                client.on_dead(EngineDeadError("it has ended"))  # type: ignore[attr-defined]
+                ((_, ids),) = fleet.listener.failures
+                assert ids == ["lost"]
+            else:
+                ((request_id, _),) = fleet.listener.refusals
+                assert request_id == "full" and client.aborted == ["full"]
+        assert fleet.is_idle()
+
+    with_fleet(test)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_request_whose_first_token_was_passed_on_runs_again_behind_it(early: bool) -> None:
+    async def test(fleet: Fleet) -> None:
+        request, rank = fleet.begin("a", early=early)
+        other = 5 - rank
+        fleet.clients[rank].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
+        assert not fleet.listener.failures and not fleet.core._begun
+        leg = fleet.clients[0].sent[-1]
+        assert leg.request_id == "a-prefill" and leg.output_token_ids == (), "it computes the prompt"
+        fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)
+        assert len(fleet.listener.outputs) == 1, "the caller has the token"
+        again = replace(request, options=replace(request.options, kv_transfer=PULLED), output_token_ids=(5,))
+        assert fleet.clients[other].sent == [again] and fleet.listener.moves[-1] == ("a", other, PULLED)
+        fleet.clients[other].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
+        ((error, ids),) = fleet.listener.failures
+        assert isinstance(error, ReplicaLostError) and ids == ["a"], "not a third time"
+        assert fleet.is_idle()
+
+    with_fleet(test, retries=True)
+
+
+@pytest.mark.parametrize("cause", ["no retries", "a second token", "all at the end"])
+def test_requests_that_do_not_run_again_behind_their_first_token(cause: str) -> None:
+    async def test(fleet: Fleet) -> None:
+        kind = RequestOutputKind.FINAL_ONLY if cause == "all at the end" else RequestOutputKind.DELTA
+        _, rank = fleet.begin("a", output_kind=kind)
+        if cause == "a second token":
+            fleet.clients[rank].on_outputs(Outputs([EngineCoreOutput("a", [6])], Load(stats())))  # type: ignore[attr-defined]
+        fleet.clients[rank].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
+        ((error, ids),) = fleet.listener.failures
+        assert isinstance(error, ReplicaLostError) and ids == ["a"] and error.may_retry == (cause != "no retries")
+        assert len(fleet.ids(0)) == 1 and fleet.is_idle()
+
+    with_fleet(test, retries=cause != "no retries")
 
 
 def test_a_prefill_engine_that_drains_finishes_its_legs() -> None:

@@ -8,6 +8,7 @@ import pytest
 from jaxllm.kv_transfer import KVTransfer
 from jaxllm.request import Grammar
 from jaxllm.routing.two_legs import decode_leg, prefill_leg
+from jaxllm.sampling_params import SamplingParams
 from tests.routing.test_balancer import BLOCK, make_balancer, make_request, stats
 from tests.test_kv_transfer import PULLED, TO_DECODE
 
@@ -23,8 +24,11 @@ def test_a_first_leg_asks_for_one_token_of_the_same_prompt() -> None:
     assert leg.options == replace(
         request.options, session_id=None, kv_transfer=KVTransfer(keep_for_decode=True, tells_early=True)
     )
-    assert leg.sampling_params.max_tokens == 1 and leg.grammar is None and leg.eos_token_ids == ()
-    assert prefill_leg(request).sampling_params is not leg.sampling_params
+    assert leg.sampling_params.max_tokens == 1 and (leg.grammar, leg.eos_token_ids) == (request.grammar, (7,))
+    assert request.sampling_params.max_tokens != 1
+    slow = replace(request, sampling_params=SamplingParams(max_tokens=9, min_tokens=5), output_token_ids=(1,))
+    leg = prefill_leg(slow)
+    assert leg.sampling_params == SamplingParams(max_tokens=1, min_tokens=1) and leg.output_token_ids == ()
 
 
 @pytest.mark.parametrize(("params", "expected"), [(None, None), ({}, None), (TO_DECODE, PULLED)])

@@ -322,4 +322,11 @@ def test_a_request_that_moves_is_counted_where_it_goes(tokenizer: Tokenizer) -> 
     for child in several.children:
         texts.processor.moved(child.request_id, 1, KVTransfer(num_cached_tokens=2))
     assert counters[0].prompt_tokens_handed_over == 2 * num_computed, "answers to one prompt share what was computed"
+    begun = texts.add(request_id="begun")
+    (output,) = texts.say(begun, [70], num_cached_tokens=1)
+    texts.processor.moved(begun.children[0].request_id, 1, KVTransfer(num_cached_tokens=1))
+    (output,) = texts.say(begun, [71], FinishReason.LENGTH, num_cached_tokens=3)
+    assert output.num_cached_tokens == 1 and [each.prompt_tokens for each in counters] == [3, 3]
+    assert [each.generation_tokens for each in counters] == [1, 2], "its first token counts where its prompt was computed"
+    assert counters[0].prompt_tokens_handed_over == 2 * num_computed, "and so does its prompt, once"
     texts.processor.moved("unknown", 1, None)

@@ -132,7 +132,7 @@ class PeerStore:
                 lease.attached.set_exception(error)
             else:
                 answer = future.result()
-                if (lease.peer.target, lease.number) in self._leases:
+                if self._is_known(lease):
                     if answer.is_complete:
                         self._add(lease, answer.names)
                     else:
@@ -153,7 +153,7 @@ class PeerStore:
         with self._lock:
             for lease, change in self._following.take(self._timeout):
                 wrong += [name for name in change.lost if name in lease.stored]
-                if (lease.peer.target, lease.number) not in self._leases:
+                if not self._is_known(lease):
                     continue
                 self._add(lease, change.stored)
                 if change.lost:
@@ -186,10 +186,15 @@ class PeerStore:
         if not lease.users and not lease.num_reads and lease.attached.done() and self._forget(lease):
             lease.peer.end(lease.number).add_done_callback(error_of)
 
+    def _is_known(self, lease: Lease) -> bool:
+        """Whether it has not been forgotten. Another may be known then under its number."""
+        return self._leases.get((lease.peer.target, lease.number)) is lease
+
     def _forget(self, lease: Lease) -> bool:
         """Find nothing in a lease any more. Returns whether it was known."""
-        if self._leases.pop((lease.peer.target, lease.number), None) is None:
+        if not self._is_known(lease):
             return False
+        del self._leases[lease.peer.target, lease.number]
         self._following.forget(lease)
         if lease.attached.done() and error_of(lease.attached) is None:
             self._remove(lease, lease.attached.result())

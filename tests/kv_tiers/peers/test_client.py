@@ -21,7 +21,7 @@ from jaxllm.kv_tiers.peers.addresses import NotAllowedError
 from jaxllm.kv_tiers.peers.channel import Channel
 from jaxllm.kv_tiers.peers.client import Connection, Mapping, RefusedError, Target
 from jaxllm.kv_tiers.peers.identity import is_signed, signature
-from jaxllm.kv_tiers.peers.messages import Attached, Block, Hello, Mapped, Missing, Proof, Refused, Slots
+from jaxllm.kv_tiers.peers.messages import Attached, Block, Code, Hello, Mapped, Missing, Proof, Refused, Slots
 from jaxllm.kv_tiers.peers.peer import Peer
 from jaxllm.kv_tiers.peers.peer_store import PeerStore
 from jaxllm.kv_tiers.peers.server import socket_name
@@ -389,6 +389,21 @@ def test_a_lease_ends_after_its_last_user_and_read(memory: FakeMemory) -> None:
         woken.until(lambda: bool(found.extend(store.finished()) or found))
         assert found[0].is_right == [True, True, False]
         woken.until(lambda: lease.is_over)
+
+
+def test_a_failure_that_comes_late_does_not_end_the_next_use_of_a_lease(memory: FakeMemory) -> None:
+    with prefill() as engine, stored(memory) as (store, woken):
+        lease = engine.lease(3)
+        store.attach("one", engine.target, lease.number).result(60)
+        (earlier,) = store._leases.values()
+        for request_id in ("one", "two"):
+            store._note_failure(earlier, RefusedError(Code.LEASE, "late"))
+            store.attach(request_id, engine.target, lease.number).result(60)
+            woken.until(lambda: len(store.find(lease.names)) == 3)
+        store.detach("one")
+        store.detach("two")
+        woken.until(lambda: lease.is_over)
+        store.check_integrity()
 
 
 def test_an_engine_that_ends_takes_its_leases_along(memory: FakeMemory) -> None:

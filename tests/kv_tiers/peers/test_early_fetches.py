@@ -251,6 +251,29 @@ def test_nan_of_which_a_lost_prefill_engine_cannot_tell(pair: Pair) -> None:
             runner.core.check_integrity()
 
 
+def test_a_request_waits_for_its_first_token_and_computes_what_does_not_come(pair: Pair) -> None:
+    """Even NaN: it begins anew, behind its first token."""
+    prompt = pair.prompt()
+    leg, params = pair.begin(prompt)
+    request_id = pair.decode.send(prompt, GREEDY, read_kv_transfer(params), awaits_first_token=True)
+    pair.compute(2)
+    poison(pair)
+    pair.step_decode(pair.decode, lambda: num_arrived(pair.decode, prompt) == 2)
+    close_connections(pair, leg)
+    find_wrong(pair, leg)
+    wait_until(pair.is_idle)
+    for _ in range(20):
+        assert not pair.decode.core.step(), "it draws none itself"
+    wanted = pair.one.run(prompt)[0]
+    for other in ("unknown", request_id, request_id):  # the last comes too late
+        pair.decode.core.continue_request(other, wanted[:1])
+    tokens, last = pair.decode.finish()[request_id]
+    assert tokens == wanted[1:] and last.num_cached_tokens == 0
+    pair.prefill.finish()
+    for runner in pair.runners:
+        runner.core.check_integrity()
+
+
 def test_a_damaged_block_is_computed(pair: Pair) -> None:
     prompt = pair.prompt()
     leg, params = pair.begin(prompt)

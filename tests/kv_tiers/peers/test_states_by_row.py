@@ -92,6 +92,18 @@ def test_tokens_are_those_of_one_engine(
     assert prefill.prefill(prompt_of(16)) is None, "there is no full block before the last token"
 
 
+def test_an_answer_goes_on_behind_the_first_token_of_the_other_engine(engines: Any) -> None:
+    one, prefill, decode = engines
+    for count in (95, 96, 97):
+        prompt = prompt_of(count, 500 + count)
+        wanted, _ = one.run(prompt, SEEDED)
+        answer = prefill.prefill(prompt, SEEDED)
+        tokens, last = decode.decode(prompt, answer, SEEDED, output_token_ids=(wanted[0],))
+        assert tokens == wanted[1:] and last.finish_reason == FinishReason.LENGTH
+        assert last.num_cached_tokens == (count - 1) // 16 * 16
+        wait_until(lambda: have_ended(prefill))
+
+
 def test_many_at_once(engines: Any) -> None:
     """More than there are rows; blocks are short, so requests wait for each other's, or compute."""
     one, prefill, decode = engines

@@ -51,7 +51,16 @@ class Runner:
         self.loaded_tokens: dict[str, dict[str, int] | None] = {}
         """Where the tokens of prompts came from, by request."""
 
-    def send(self, prompt: Sequence[int], params: SamplingParams, transfer: KVTransfer | None = None, **options: Any) -> str:
+    def send(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        transfer: KVTransfer | None = None,
+        *,
+        output_token_ids: tuple[int, ...] = (),
+        awaits_first_token: bool = False,
+        **options: Any,
+    ) -> str:
         self.num_sent += 1
         request_id = f"r{self.num_sent}"
         self.core.add_request(
@@ -60,6 +69,8 @@ class Runner:
                 prompt_token_ids=list(prompt),
                 sampling_params=params,
                 options=RequestOptions(kv_transfer=transfer, **options),
+                output_token_ids=output_token_ids,
+                awaits_first_token=awaits_first_token,
             )
         )
         return request_id
