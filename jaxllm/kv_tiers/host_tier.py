@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, GatherBlocks
 from jaxllm.kv_tiers.contents import PROTECTED_SHARE, Content, Contents
