@@ -144,7 +144,9 @@ class StepLoop:
         if not self.scheduler.tokens_are_known(plan):
             return
         self.working_on = plan
-        masks.fill(pending, self.scheduler.requests)
+        # Of others a token may be in flight behind which nothing is forced any more.
+        requests = self.scheduler.requests
+        masks.fill(pending, {name: requests[name] for name in plan.masked_request_ids if name in requests})
         self._unsampled = None
         pending.sample()
 

@@ -14,7 +14,7 @@ def fill(step: "PendingStep", requests: Mapping[str, Request]) -> None:
     """Write what each request may sample, behind its last token and behind each of its drafts, and its drafts for the next step. All
     tokens before the step are known.
 
-    requests: the unfinished ones by id. Other rows of the step may sample anything; their tokens are dropped.
+    requests: the unfinished ones that are masked, by id. Other rows of the step may sample anything; their tokens are dropped.
     """
     mask_TW, width = step.mask_TW, step.width
     assert mask_TW is not None, "a step without masked requests"

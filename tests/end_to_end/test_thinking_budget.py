@@ -133,3 +133,18 @@ def test_only_the_step_at_the_end_of_the_budget_waits_for_a_mask(core, monkeypat
     assert tokens.index(END) == 8
     masked = [place for place, plan in enumerate(plans) if plan.masked_request_ids]
     assert masked == [8]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_a_token_in_flight_is_not_forced_again_for_a_masked_request_that_comes(core, alone, vocabulary, budget):
+    later = several(vocabulary)[-1]
+    for num_steps in range(budget + 3):
+        engines.reschedule(core, max_in_flight=3)
+
+        def add(step: int, answers: dict[str, engines.Answer], at: int = num_steps) -> None:
+            if step == at:
+                core.add_request(later)
+
+        answers = engines.run(core, [thinks("a", budget)], after_step=add)
+        assert answers["a"].tokens == alone[f"open {budget}"].tokens
+        assert answers[later.request_id].tokens == alone[later.request_id].tokens
