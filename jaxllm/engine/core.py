@@ -1,5 +1,6 @@
 """EngineCore: builds scheduler and runner from a config and serves requests in token ids. Text is handled outside."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -58,6 +59,8 @@ from jaxllm.text.model_files import text_files
 if TYPE_CHECKING:
     from jaxllm.structured.token_table import Vocabulary
 
+STORE_SECONDS = 5.0
+"""So long an engine that ends stores what it has computed, where tiers want all of it."""
 _MAX_IN_FLIGHT = {False: 2, True: 3}
 """Steps in flight by whether they run on a GPU. There the host learns of a finished step up to a millisecond late (measured,
 docs/MEASUREMENTS.md): with two in flight a step of 1.5 ms is over before the next but one is dispatched."""
@@ -531,6 +534,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Drop all requests, wait for the device and release its memory. The engine cannot be used afterwards."""
+        self._store_rest()
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
         if self._profiler.is_running:
@@ -541,6 +545,13 @@ class EngineCore:
         for tier in self._tiers:
             tier.close()
         self.executor.close()
+
+    def _store_rest(self) -> None:
+        """Run the steps that store what has been computed, for a while, if none are left but these."""
+        deadline = time.monotonic() + STORE_SECONDS
+        with contextlib.suppress(Exception):  # which says no more than that less is stored
+            while self._dead is None and not self.scheduler.requests and self.loop.has_work and time.monotonic() < deadline:
+                self.loop.step()
 
     def _vocabulary(self, eos_token_ids: tuple[int, ...]) -> "Vocabulary":
         # Imported with the first grammar only: llguidance and tokenizers take a tenth of a second to import.

@@ -125,8 +125,8 @@ class Stores:
 
     @property
     def is_behind(self) -> bool:
-        """Whether stores take contents soon that are to be written at once."""
-        return bool(self._ready) and (not self._was_refused or bool(self._writes))
+        """Whether stores write contents, or take some soon that are to be written at once."""
+        return bool(self._writes) or (bool(self._ready) and not self._was_refused)
 
     def write_ahead(self) -> None:
         """Offer stores the contents that make room next, so that they need not wait for it, and those that are to be written at once."""

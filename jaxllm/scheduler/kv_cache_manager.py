@@ -409,7 +409,7 @@ class KVCacheManager:
 
     def _store(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
         """Store blocks of a request that it computed or found, if another engine continues it or tiers get all of them."""
-        self.loading.storing.note_computed(blocks)
+        self.loading.note_computed(blocks)
         if request.is_kept_for_decode:
             self.loading.keeping.keep([block.block_hash for block in blocks if block.block_hash is not None])
 

@@ -48,8 +48,8 @@ class Loading:
     ):
         """tiers: none if blocks are in the pool alone; then nothing is loaded. store_filter: see Storing. stores_cold: whether tiers are
         offered what leaves the pool, in addition to what they keep for other engines. stores_computed: see Storing."""
-        self._manager, self.tiers = manager, tiers
-        self.storing = Storing(manager.pool, tiers if stores_cold else (), store_filter, stores_computed=stores_computed)
+        self._manager, self._tiers = manager, tiers
+        self._storing = Storing(manager.pool, tiers if stores_cold else (), store_filter, stores_computed=stores_computed)
         self.keeping = Keeping(manager, tiers)
         """For engines that continue prompts of this one."""
         self._loads: dict[str, Load] = {}
@@ -71,8 +71,12 @@ class Loading:
         self._step_at = time.monotonic()
 
     @property
+    def tiers(self) -> Sequence[CacheTier]:
+        return self._tiers
+
+    @property
     def has_tiers(self) -> bool:
-        return bool(self.tiers)
+        return bool(self._tiers)
 
     # Steps
 
@@ -84,7 +88,7 @@ class Loading:
         self._others_run = others_run
         self._ops = []
         self._keeps_waiting = False
-        for tier in self.tiers:
+        for tier in self._tiers:
             found = tier.begin_step(step_id, done_step_id, decodes=decodes)
             if found is not NOTHING:
                 self._ops += found.ops
@@ -92,7 +96,7 @@ class Loading:
         if self._loads:
             self._end_late()
         # Where nothing else needs blocks, loads store what they evict themselves, and are not held up by more.
-        self._ops += self.storing.begin_step(stores_cold=others_run or not self._loads, others_run=others_run)
+        self._ops += self._storing.begin_step(stores_cold=others_run or not self._loads, others_run=others_run)
 
     def _end_loaded(self, tier: CacheTier, loaded: Iterable[tuple[int, Sequence[bool]]]) -> None:
         copies = {copy.load_id: (load, copy) for load in self._loads.values() for copy in load.copies if copy.tier is tier}
@@ -112,11 +116,11 @@ class Loading:
 
     def take_ops(self) -> list[AnyDeviceOp]:
         """Take the operations for tiers in the step that is being planned, once it is."""
-        if not self.tiers:
+        if not self._tiers:
             return []
-        self._ops += self.storing.end_step()
+        self._ops += self._storing.end_step()
         # Those that begin copies at once come before those whose programs take the host's time to launch.
-        ops = [op for tier in self.tiers for op in tier.end_step()] if self._loads else []
+        ops = [op for tier in self._tiers for op in tier.end_step()] if self._loads else []
         ops, self._ops = [*ops, *self._ops], []
         return ops
 
@@ -151,7 +155,7 @@ class Loading:
 
     def _begins(self, request: Request, num_cached_tokens: int, num_reserved_blocks: int) -> bool:
         manager, pool = self._manager, self._manager.pool
-        if not self.tiers or not request.loads_blocks or not manager.reads_cache(request):
+        if not self._tiers or not request.loads_blocks or not manager.reads_cache(request):
             return False
         names = self._names_worth_loading(request, num_cached_tokens)
         if not names:
@@ -189,7 +193,7 @@ class Loading:
                 break
             of_tiers = {name: tier_of[name] for name in names if name in tier_of}
             chosen: dict[bytes, CacheTier] = {}
-            for tier in self.tiers:
+            for tier in self._tiers:
                 if part := [name for name, owner in of_tiers.items() if owner is tier]:
                     chosen |= dict.fromkeys(tier.choose(part, num_more), tier)
             if len(chosen) == len(of_tiers):
@@ -209,14 +213,14 @@ class Loading:
     def _find(self, names: Sequence[bytes]) -> dict[bytes, CacheTier]:
         """The first tier that has each of these contents, of those which the pool does not have and that do not arrive."""
         tier_of: dict[bytes, CacheTier] = {}
-        for tier in self.tiers:
+        for tier in self._tiers:
             wanted = [name for name in names if name not in tier_of and name not in self._arriving]
             tier_of.update(dict.fromkeys(tier.match(wanted), tier))
         return tier_of
 
     def _awaited(self, names: Sequence[bytes]) -> set[bytes]:
         """The contents among these that another engine still computes."""
-        return {name for tier in self.tiers for name in tier.awaited(names)}
+        return {name for tier in self._tiers for name in tier.awaited(names)}
 
     def go_on(self, num_reserved_blocks: int, *, others_run: bool) -> None:
         """Load further blocks, those of earlier loads first. The reserved blocks stay free. others_run: whether requests run, which will
@@ -277,7 +281,7 @@ class Loading:
         if not names:
             return
         blocks = dict(zip(names, self._manager.pool.allocate(len(names)), strict=True))
-        for tier in self.tiers:
+        for tier in self._tiers:
             of_tier = [name for name in names if tier_of[name] is tier]
             for start in range(0, len(of_tier), tier.copy_blocks):
                 part = of_tier[start : start + tier.copy_blocks]
@@ -293,10 +297,10 @@ class Loading:
         if not count:
             return 0
         blocks = self._manager.pool.next_free(count)
-        if not self.storing.unstored(blocks):
+        if not self._storing.unstored(blocks):
             return count
-        self._ops += self.storing.store_ahead(count if self._others_run else min(count, self._store_blocks))
-        lost = self.storing.unstored(blocks)
+        self._ops += self._storing.store_ahead(count if self._others_run else min(count, self._store_blocks))
+        lost = self._storing.unstored(blocks)
         return next((index for index, block in enumerate(blocks) if block.block_hash in lost), count)
 
     def is_under_way(self, request: Request) -> bool:
@@ -337,39 +341,43 @@ class Loading:
         copies = [copy for load in self._loads.values() for copy in load.copies]
         if copies:
             copies[0].tier.wait(min(seconds, max(0.0, min(copy.deadline for copy in copies) - self._seconds)))
-        elif self.tiers and (self._loads or self._keeps_waiting or self.is_storing):
+        elif self._tiers and (self._loads or self._keeps_waiting or self.is_storing):
             is_fetched = any(load.request.awaits_first_token and not load.left for load in self._loads.values())
-            self.tiers[0].wait(min(seconds, _TOKEN_SECONDS) if is_fetched else seconds)  # for stores, or for another engine
+            self._tiers[0].wait(min(seconds, _TOKEN_SECONDS) if is_fetched else seconds)  # for stores, or for another engine
 
     # Stores
+
+    def note_computed(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """See Storing."""
+        self._storing.note_computed(blocks)
 
     @property
     def is_storing(self) -> bool:
         """Whether contents are still to be stored for other engines, so that plans are needed even if there are no requests."""
-        return self.keeping.is_keeping or self.storing.is_behind
+        return self.keeping.is_keeping or self._storing.is_behind
 
     def wait_for_stores(self, num_tokens: int) -> None:
         """See CacheTier."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.wait_for_stores(num_tokens)
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Drop contents that were computed wrongly from all tiers."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.discard(names)
 
     def forget(self, *, stored: bool, external: bool = False) -> None:
         """See CacheTier. No load is under way, or its requests start over."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.forget(stored=stored, external=external)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """See CacheTier, as for the next one."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.note_step(num_tokens, seconds)
 
     def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.note_decodes(ops, seconds)
 
     @property
@@ -380,7 +388,7 @@ class Loading:
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the numbers of all tiers."""
         stats.num_loading = sum(bool(load.copies or load.left) for load in self._loads.values())
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.add_stats(stats)
 
     def holders(self) -> Iterable[tuple[Request, list[KVCacheBlock]]]:
@@ -389,7 +397,7 @@ class Loading:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if loads, blocks and statuses disagree."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.check_integrity()
         under_way = [copy for load in self._loads.values() for copy in load.copies]
         assert sorted(self._arriving) == sorted(name for copy in under_way for name in copy.names), "contents arrive for nobody"

@@ -383,7 +383,7 @@ class FakeRunner:
                 self.memory[block][offset] = DAMAGED
         if self.device.copies is not None:
             self.device.copies.damage(wrong, DAMAGED)
-        for tier in manager.loading.tiers:
+        for tier in manager.loading._tiers:
             if isinstance(tier, FakeTier):
                 for content in (*tier.contents.values(), *(content for _, content in tier.stores.values())):
                     content[:] = [DAMAGED if id(value) in wrong else value for value in content]

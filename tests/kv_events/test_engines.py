@@ -36,7 +36,7 @@ class Router:
             self.subscriber.read_payload(frames[3])
         manager = self.core.scheduler.cache_manager
         assert self.subscriber.on("GPU") == set(manager.pool.cached_hashes())
-        ready = {name for tier in manager.loading.tiers for name in tier.contents.ready_names()}
+        ready = {name for tier in manager.loading._tiers for name in tier.contents.ready_names()}
         assert self.subscriber.on("CPU") == ready
 
 

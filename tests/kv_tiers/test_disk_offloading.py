@@ -13,6 +13,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv_tiers.contents import Contents
 from jaxllm.kv_tiers.disk.store import DiskStore
 from jaxllm.outputs import EngineCoreOutput
+from jaxllm.scheduler.block_hash import hashes_of
 from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
@@ -101,7 +102,7 @@ def test_full_writes_files_while_nothing_leaves_the_devices(tmp_path: Path) -> N
     client = Client(core, prompts)
     assert client.run() == wanted and not tier_of(core).is_storing
     found = core.scheduler.cache_manager.pool.cached_hashes()
-    wait_until(lambda: store_of(core).known.files.keys() >= set(found))
+    assert store_of(core).known.files.keys() >= set(found), "steps come until all is written"
     assert core.stats().num_host_slots == 200 and core.stats().num_loaded_blocks == 0
     other = CountingClient(make_with_disk(tmp_path / "kv", **options), prompts)  # of an engine that runs at the same time
     assert other.run() == wanted and other.sources["disk"] > 16 * len(prompts)
@@ -110,9 +111,14 @@ def test_full_writes_files_while_nothing_leaves_the_devices(tmp_path: Path) -> N
         assert not core.has_unfinished_requests()
         core.wake_up()
     assert client.run() == wanted
-    for each in (core, other.core):
-        each.check_integrity()
-        each.shutdown()
+    Client(core, new := make_prompts(2, seed=3)).send()
+    while core.scheduler.requests:
+        core.step()
+    core.shutdown()
+    names = [name for prompt in new for name in hashes_of(prompt, 16, "sha256", {})]
+    assert store_of(core).known.files.keys() >= set(names), "the rest is stored before it ends"
+    other.core.check_integrity()
+    other.core.shutdown()
 
 
 @pytest.mark.slow

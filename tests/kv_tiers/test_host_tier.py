@@ -509,15 +509,17 @@ def test_at_once_a_store_is_offered_what_is_ready_until_it_takes_it() -> None:
     assert driven.tier.is_storing
     driven.end(*ops)
     driven.step()
-    assert [names for _, names, _ in store.under_way.values()] == [[b"0", b"1"]] and not driven.tier.is_storing
+    assert [names for _, names, _ in store.under_way.values()] == [[b"0", b"1"]] and driven.tier.is_storing
     store.is_full = True
     driven.stored(b"2")
     assert driven.tier.is_storing and len(store.under_way) == 1, "the store has room once a write is over"
     store.is_full = False
     store.end()
     driven.step()
-    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]] and not driven.tier.is_storing
+    assert [names for _, names, _ in store.under_way.values()] == [[b"2"]] and driven.tier.is_storing
     store.end()
+    driven.step()
+    assert not driven.tier.is_storing
     store.is_full = True
     driven.stored(b"3")
     assert not driven.tier.is_storing, "no write will end that makes room"
