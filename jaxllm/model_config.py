@@ -158,9 +158,9 @@ class ModelConfig(ServedModel):
 
     @property
     def has_branches(self) -> bool:
-        """Whether layers have several products of x, or of what is made of it, that do not depend on each other, one after the other:
-        those of shared experts, latents or linear attention."""
-        return bool(self.delta_nets or self.latent_attentions) or any(part.shared is not None for part in self.mixtures)
+        """Whether kernels of a layer do not depend on each other, one after the other: those of shared experts and of chosen ones, or those
+        of linear attention."""
+        return bool(self.delta_nets) or any(part.shared is not None for part in self.mixtures)
 
     @property
     def kv_format(self) -> WeightFormat | None:

@@ -1,7 +1,5 @@
 """A convolution over the last tokens of each row, channel by channel."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -44,15 +42,6 @@ def causal_conv(x_TKC: Array, weight_KCJ: Array, state_NKjC: Array, rows: StateR
     is_kept_RKjC = (place_Rj < num_before)[:, None, :, None]
     last_RKjC = jnp.where(is_kept_RKjC, kept_RKjC, of_step_RjKC.transpose(0, 2, 1, 3).astype(kept_RKjC.dtype))
     return out_TKC, state_NKjC.at[rows.row_R].set(last_RKjC)
-
-
-@jax.jit
-def conv_of_next(x_RKC: Array, weight_KCJ: Array, state_NKjC: Array, rows: StateRows) -> tuple[Array, Array]:
-    """As `causal_conv` of one token of each row, term by term: XLA transposes no weights for it."""
-    before_RKjC = jnp.where(rows.is_new_R[:, None, None, None], 0, state_NKjC[rows.row_R])
-    window_RKJC = jnp.concatenate([before_RKjC, x_RKC[:, :, None].astype(before_RKjC.dtype)], axis=2)
-    terms = (window_RKJC[:, :, j].astype(jnp.float32) * weight_KCJ[:, :, j] for j in range(window_RKJC.shape[2]))
-    return functools.reduce(jnp.add, terms), state_NKjC.at[rows.row_R].set(window_RKJC[:, :, 1:])
 
 
 def convolved_before(x_TKC: Array, count_R: Array, state_NKjC: Array, rows: StateRows) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.causal_conv import causal_conv, conv_of_next
+from jaxllm.layers.causal_conv import causal_conv
 from jaxllm.layers.latest_inputs import mix_in_layer
 from jaxllm.layers.linear import Linear, abstract_param
 from jaxllm.layers.norm import Normalization
@@ -98,8 +98,7 @@ class GatedDelta(nnx.Module):
         qkv_TKC, ba_TKC = inputs
         H, V, G, dtype = self.part.key_dim, self.part.value_dim, self.part.group_size, qkv_TKC.dtype
         conv_state, delta_state = arrays
-        conv = conv_of_next if rows.query_start_R1 is None else causal_conv
-        qkv_TKC, conv_state = conv(qkv_TKC, self.conv[...], conv_state, rows)
+        qkv_TKC, conv_state = causal_conv(qkv_TKC, self.conv[...], conv_state, rows)
         q_TKH, k_TKH, v_TKC = jnp.split(jax.nn.silu(qkv_TKC), [H, 2 * H], axis=2)
         b_TKG, a_TKG = jnp.split(ba_TKC.astype(jnp.float32), 2, axis=2)
         log_decay_TKG = -jnp.exp(self.log_rate[...]) * jax.nn.softplus(a_TKG + self.rate_bias[...])
