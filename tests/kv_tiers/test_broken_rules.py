@@ -70,7 +70,7 @@ RULES: dict[str, list[Edit]] = {
     ],
     "a slot that is written is held": [
         Edit(Contents, "add", "num_uses=1", "num_uses=0"),
-        Edit(HostTier, "_make_ready", "self.contents.release(content)", "pass"),
+        Edit(HostTier, "_make_ready", "self.contents.release_all(contents)", "pass"),
         Edit(Stores, "_end_read", "self._contents.release(content)", "pass"),
     ],
     "a slot that a store writes from is held": [
