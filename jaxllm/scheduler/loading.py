@@ -59,8 +59,7 @@ class Loading:
         self._ops: list[AnyDeviceOp] = []
         """Operations of the step that is being planned."""
         self._load_blocks = min((tier.load_blocks for tier in tiers), default=0)
-        self._copy_blocks = min((tier.copy_blocks for tier in tiers), default=1)
-        self._store_blocks = _STORES_AT_ONCE * self._copy_blocks
+        self._store_blocks = _STORES_AT_ONCE * min((tier.copy_blocks for tier in tiers), default=0)
         self._others_run = self._awaits_stores = False
         """Whether requests run, and whether a load lately took fewer blocks than it could, because contents were not stored yet."""
         self._patience_seconds = max((tier.patience_seconds for tier in tiers), default=0.0)
@@ -261,8 +260,7 @@ class Loading:
             position += 1
         num_evictable = self._num_evictable(len(wanted))
         self._awaits_stores = num_evictable < len(wanted)
-        num_taken = self._whole_copies(load, num_evictable) if num_evictable < len(load.left) else num_evictable
-        taken, rest = wanted[:num_taken], [*wanted[num_taken:], *load.left[position:]]
+        taken, rest = wanted[:num_evictable], [*wanted[num_evictable:], *load.left[position:]]
         # Only now: what was stored for it may have taken the place of what it wants.
         tier_of = self._find(taken)
         num_there = next((index for index, name in enumerate(taken) if name not in tier_of), len(taken))
@@ -270,12 +268,6 @@ class Loading:
             load.deadline = self._seconds + self._patience_seconds
         load.left = rest if num_there == len(taken) else []
         self._load(load, taken[:num_there], tier_of)
-
-    def _whole_copies(self, load: Load, count: int) -> int:
-        """How many of the next `count` blocks of a load that has more to take now: each copy costs the host the same time. All, if there is
-        nothing else to wait for."""
-        rest = count % self._copy_blocks
-        return count - rest if count > rest or load.copies else count
 
     def _load(self, load: Load, names: Sequence[bytes], tier_of: dict[bytes, CacheTier]) -> None:
         if not names:
