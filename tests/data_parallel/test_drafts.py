@@ -1,4 +1,7 @@
-"""Ranks with drafts answer as one device does without, whatever proposes them; enough drafts are right to notice if they were not used."""
+"""Ranks with drafts answer as one device does without, whatever proposes them; enough drafts are right to notice if they were not used.
+
+Drafts accepted by ratio on several devices: tests/speculative/test_rejection.py.
+"""
 
 import numpy as np
 import pytest
@@ -7,17 +10,13 @@ from jaxllm.model_parts import MoE
 from jaxllm.parallel.mesh import DATA
 from jaxllm.runner.drafter import NO_DRAFT
 from jaxllm.speculative import control
-from tests.data_parallel.conftest import NAME
-from tests.data_parallel.test_requests import PROMPTS, pinned, requests
+from tests.data_parallel.test_requests import pinned, requests
 from tests.helpers import draft_workout, engines, every_kind, goldens
 from tests.helpers.every_kind import check
 from tests.speculative.by_hand import MAX_LENGTH, target_hidden_states
 from tests.speculative.checkpoints import (
-    CONFIG_3,
     MTP_TARGET,
     NextTokenOracle,
-    head_tensors,
-    write,
     write_with_next_token_layer,
 )
 
@@ -112,22 +111,3 @@ def test_whatever_happens_to_requests(core):
     steps that fail."""
     kinds = [{"temperature": 1.0}, {"temperature": 1.0, "num_speculative_tokens": 0, "max_tokens": 40}]
     draft_workout.interruptions(core, kinds * 6)
-
-
-@pytest.mark.slow
-def test_drafts_accepted_by_ratio_are_those_of_one_device(tmp_path):
-    """As many steps in flight and as many rows as requests, so that each gets the same drafts wherever it is."""
-    head = write(tmp_path / "head", CONFIG_3, head_tensors(is_third=True))
-    options = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 1, "rejection_sample_method": "standard"}
-    # So hot that the noise, which a draft and the target's draw share, decides more than the logits.
-    params = {"max_tokens": 20, "temperature": 9.0}
-    hot = [engines.request(str(i), prompt, seed=i, **params) for i, prompt in enumerate(PROMPTS[:4])]
-    found = []
-    for ranks in (RANKS, {}):
-        core = engines.make_core(NAME, **ranks, speculative_config=options)
-        engines.reschedule(core, max_in_flight=1)
-        found.append([engines.run(core, hot), core.stats().accepted_per_position])
-        core.shutdown()
-    (of_ranks, accepted), (of_one, accepted_by_one) = found
-    check(of_ranks, of_one)
-    assert accepted == accepted_by_one and sum(accepted) > 10

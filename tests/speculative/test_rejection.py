@@ -21,8 +21,8 @@ from jaxllm.sampling.stages import scale, threshold
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.speculative.control import AdaptiveControl
 from tests.helpers import engines, goldens
-from tests.speculative.checkpoints import TARGET
 
+MIXTURE = "qwen3_moe"
 NUM_ROWS, V = 20_000, 7
 FIRST = 11
 """Position of the first draft."""
@@ -218,18 +218,20 @@ def acceptance_of(core: EngineCore, requests: list[EngineCoreRequest]) -> tuple[
 
 
 @pytest.mark.slow
-def test_an_engine_of_two_devices_accepts_what_a_model_drafts_for_itself(monkeypatch):
-    """All of it, but for the half precision that distributions are kept in, in whatever rows the requests are."""
+def test_data_parallel_ranks_of_two_devices_accept_what_a_model_drafts_for_itself(monkeypatch):
+    """All of it, but for the half precision that distributions are kept in, in whatever rows the requests are. As a draft, each rank
+    has all experts; as target, they share them."""
     options = {
         "method": "draft_model",
-        "model": str(TARGET),
+        "model": str(goldens.golden(MIXTURE).directory),
         "num_speculative_tokens": 2,
         "rejection_sample_method": "standard",
     }
     monkeypatch.setattr(AdaptiveControl, "most", lambda control, num_running, running=(): control.num_drafts)  # whatever pays
-    core = engines.make_core(TARGET.name, speculative_config=options, tensor_parallel_size=2)
+    layout = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": 2}
+    core = engines.make_core(MIXTURE, speculative_config=options, **layout)
     engines.reschedule(core, max_in_flight=1)
-    results = goldens.golden(TARGET.name).results
+    results = goldens.golden(MIXTURE).results
 
     def requests(**params):
         return [engines.request(str(i), result.prompt, seed=i, max_tokens=24, **params) for i, result in enumerate(results)]
