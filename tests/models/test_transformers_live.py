@@ -17,7 +17,17 @@ from tests.helpers.slow import slow_except
 
 pytestmark = pytest.mark.torch
 
-SPLIT = ("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "ministral3", "mistral4", "nemotron_h_moe", "olmo2")
+SPLIT = (
+    "glm4_moe_lite",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "ling_3",
+    "minimax_m2",
+    "ministral3",
+    "mistral4",
+    "nemotron_h_moe",
+    "olmo2",
+)
 """Compared on two devices too: norms over all heads, scaled queries, latents, and experts in forms that no golden has."""
 
 
