@@ -9,10 +9,11 @@ import signal
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -56,8 +57,11 @@ def use_cache_of_compiled_programs(jax: ModuleType) -> None:
     """Many tests need the same programs. Processes that tests start compile for themselves, as they do for a user."""
     if COMPILED not in os.environ:
         return
+    from jax._src import compilation_cache as files
     from jax.experimental.compilation_cache import compilation_cache
 
+    if hasattr(files, "zlib"):  # three times as fast, and files a quarter larger
+        files.zlib = SimpleNamespace(compress=partial(zlib.compress, level=1), decompress=zlib.decompress)
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", os.environ[COMPILED])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
