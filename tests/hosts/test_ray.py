@@ -48,14 +48,12 @@ def children(name: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "warmup": "background"}],
-    ids=["one mesh", "two stages"],
-)
-def test_ray_starts_the_other_host_and_its_death_ends_the_engine(cluster, directory, layout):
+def test_ray_starts_the_other_host_and_its_death_ends_the_engine(cluster, directory):
+    """A stage of two devices on each. A mesh over both hosts: test_two_hosts.py."""
     options = {
-        **layout,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "warmup": "background",
         "nnodes": 2,
         "enable_lora": False,
         "distributed_executor_backend": "ray",
