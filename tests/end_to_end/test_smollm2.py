@@ -32,7 +32,7 @@ FEW_PROGRAMS = {
 GOLDEN = json.loads(Path(__file__).with_name("smollm2.json").read_text(encoding="utf-8"))
 """By scripts/make_smollm2_golden.py."""
 NUM_TOKENS = 8
-"""Of each answer; the golden has more."""
+"""Generated for each case; the golden has more."""
 TOLERANCE = 5e-4
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 

@@ -63,7 +63,7 @@ RULES: dict[str, list[Edit]] = {
     ],
     "contents that were computed wrongly are dropped": [Edit(HostTier, "discard", "for name in names", "for name in ()")],
     "a slot that is read is held": [
-        Edit(Loads, "begin", "self._contents.use(content)\n        self", "self._contents.protect(content)\n        self"),
+        Edit(Loads, "begin", "self._contents.use(found.values())", "self._contents.protect(found.values())"),
         Edit(Loads, "take_in", RELEASE_READ, "pass"),
         Edit(Loads, "cancel", RELEASE_READ, "pass"),
         Edit(Loads, "stages", "self._contents.release_all(part.drop_missing())", "part.drop_missing()"),
