@@ -4,9 +4,11 @@
 """
 
 import itertools
+import os
 import random
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +49,11 @@ class ByteCopies(FakeCopies):
         return memoryview(self.words[slot : slot + count].reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
     def flip(self) -> None:
-        content = self.view(self.rng.randrange(self.num_slots))
+        """Change a bit of a content without any such: two in the highest bits of words would leave the device's checksum as it is."""
+        slot = self.rng.randrange(self.num_slots)
+        if checksum(self.words[slot]) != self.sums[slot, 0, 0]:
+            return
+        content = self.view(slot)
         content[self.rng.randrange(self.block_bytes)] ^= 1 << self.rng.randrange(8)
         self.num_flips += 1
 
@@ -84,9 +90,11 @@ class Files:
         """Change a bit of the content or the header of a file, or cut it short."""
         if not (found := sorted(files(self.root))):
             return
-        path, self.num_flips = self.rng.choice(found), self.num_flips + 1
-        with path.open("r+b") as file:
-            size = path.stat().st_size
+        path = self.rng.choice(found)
+        with suppress(FileNotFoundError), path.open("r+b") as file:  # its thread may remove it just now, or begin to write it
+            if not (size := os.fstat(file.fileno()).st_size):
+                return
+            self.num_flips += 1
             if self.rng.random() < 0.1:
                 file.truncate(self.rng.randrange(size))
                 return
