@@ -197,7 +197,8 @@ class Contents:
         if content.is_listed:
             content.is_listed = False
             del self._found[content.name]
-            any(each.pop(content.name, None) for each in (self._probation, self._protected, self._lent))
+            for each in (self._probation, self._protected, self._lent):
+                each.pop(content.name, None)
             self._free_unused(content)
             if content.is_ready and not content.is_lent:
                 self._on_change(content.name, False)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 
 _STORES_AT_ONCE = 3
-"""Most stores that an otherwise idle engine begins with a plan for the sake of loads: to launch more takes longer than the copies take that
-are under way, whose ends nobody would notice."""
+"""Most stores that an otherwise idle engine begins with a plan for the sake of loads: launching more takes longer than the copies that are
+under way, and the ends of copies are noticed between plans."""
 _LONGEST_STEP_SECONDS = 1.0
 """More time than this between two steps, e.g. a pause or a compilation, says nothing of how long loads take."""
 

@@ -1,5 +1,6 @@
 """Compiler options of a step's program, and its memory."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -30,6 +31,7 @@ from jaxllm.runner.step import StepFunctions
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.sampling.variants import Variant
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.weight_format import WeightFormat
 from tests.helpers import goldens
 from tests.helpers.engines import make_core
 
@@ -85,6 +87,8 @@ def test_branches_of_layers_run_concurrently_in_decodes_of_few_rows_on_one_gpu(f
         model=load_model_config(goldens.FOLDER / family),
     )
     assert Decode().compiler_options(programs, ProgramKey("decode", rows)) == (BESIDE if is_told else {})
+    programs.model = dataclasses.replace(programs.model, formats=(WeightFormat(),))
+    assert Decode().compiler_options(programs, ProgramKey("decode", rows)) == {}
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
