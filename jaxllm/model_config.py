@@ -220,12 +220,9 @@ class ModelConfig(ServedModel):
         multiple = 8 * size
         return self._split(size, math.ceil(self.vocab_size / multiple) * multiple)
 
-    def in_tiles(self, *, spare_own_kernels: bool = False) -> "ModelConfig":
-        """This config, split over devices, with weights in the order of kernels where these take their formats. spare_own_kernels: not
-        those of formats that `has_own_kernels`."""
-        spared = [spare_own_kernels and format.has_own_kernels for format in self.formats]
-        formats = (format if spare else format.in_tiles() for format, spare in zip(self.formats, spared, strict=True))
-        return dataclasses.replace(self, has_tiles=True, formats=tuple(formats))
+    def in_tiles(self) -> "ModelConfig":
+        """This config, split over devices, with weights in the order of kernels where these take their formats."""
+        return dataclasses.replace(self, has_tiles=True, formats=tuple(format.in_tiles() for format in self.formats))
 
     def without_kernels(self) -> "ModelConfig":
         """This config as it is by default on a GPU without kernels for its weights: see `WeightFormat.without_kernels`."""

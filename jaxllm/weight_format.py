@@ -156,8 +156,6 @@ class WeightFormat:
     """The checkpoints in this format that can be read, for docs; empty: it is not chosen by a config.json that people write."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
-    has_own_kernels: ClassVar[bool] = False
-    """Whether other kernels than those of tiles multiply its weights as stored, so that these are in tiles only where that is asked for."""
     of_head: ClassVar[bool] = False
     """Whether the head may be in it (`logits`); a head is in no other format."""
     unused: ClassVar[str] = r"\b\B"

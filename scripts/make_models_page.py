@@ -132,8 +132,7 @@ fails, and of fp4 and IQ4_NL always. Of experts that is slow, because all of the
 suffices, `--dequantize` is faster, as is a head in 16 bits. On GPUs without these kernels fp8 by block is widened while
 it is read, unless `--no-dequantize` is given. `--attention-implementation xla` turns these kernels off, with all
 others.
-gpt-oss's experts have kernels of their own, and are in tiles too with `--attention-implementation mosaic`, which takes
-6 % more memory for them: scales of 16 bits.
+Where they are not used, Triton's kernels compute with gpt-oss's experts as they are stored, which takes 6 % less memory.
 
 A layer that its checkpoint excludes (`ignore`, `exclude_modules`) stays plain. Where config.json has no
 quantization_config, its text_config's counts, or compression_config, or what stands in hf_quant_config.json (ModelOpt),

@@ -122,12 +122,8 @@ def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bo
     """Whether weights in 4 and 8 bits are laid out for kernels: those of this GPU take the model's type, or a CPU was asked for kernels.
 
     `wanted` is the option attention_implementation. Kernels that were not verified on this kind of GPU are used only where it names
-    kernels and is_checked says that they are checked; those of experts in tiles are newer than some records of `grouped_matmul`. Weights
-    that other kernels take as stored are in tiles only where `wanted` names kernels; a head beside them has none of its own.
+    kernels and is_checked says that they are checked; those of experts in tiles are newer than some records of `grouped_matmul`.
     is_here: False for a GPU elsewhere, which is taken for one on which kernels were verified."""
-    has_head = any(format.of_head for format in model.formats)
-    if wanted == "auto" and not has_head and any(format.has_own_kernels for format in model.formats):
-        return False
     if not is_here:
         return wanted not in PLAIN and model.dtype == "bfloat16"
     if wanted in PLAIN or not on_gpu:

@@ -96,7 +96,7 @@ def resolve_sizes(
     if wants_tiles(options.attention_implementation, model_config, on_gpu=on_gpu, is_checked=is_checked, is_here=is_here):
         if not is_here and config.model.dequantize is None and model_config.without_kernels() != model_config:
             logger.info("planned for GPUs with kernels for weights in 8 bits (Hopper); for others add --dequantize")
-        model_config = model_config.in_tiles(spare_own_kernels=options.attention_implementation == "auto")
+        model_config = model_config.in_tiles()
     elif on_gpu and config.model.dequantize is None:
         model_config = model_config.without_kernels()
     config = config.replace(

@@ -106,8 +106,7 @@ class _Run:
         return num_equal == len(found), f"{num_equal} of {len(found)} requests equal one device's"
 
     def _near(self, size: int) -> tuple[bool, str]:
-        on_cpu = jax.default_backend() == "cpu"
-        kernels = {"attention_implementation": "triton" if on_cpu else "mosaic"} if on_cpu or self._name == MXFP4 else {}
+        kernels = {"attention_implementation": "triton"} if jax.default_backend() == "cpu" else {}
         _, found, used = self._answers(size, dtype="bfloat16", **kernels)
         off, allowed = _off(found, self._exact), FACTOR * _off(self._plain, self._exact) + 1e-6
         ops = ("quantized_matmul", "grouped_matmul", "gated_delta")

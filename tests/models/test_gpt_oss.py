@@ -221,15 +221,16 @@ def _dummy(config: ModelConfig, folders: dict[str, Path]) -> tuple[ModelConfig, 
     return config, load_weights(config, build_model(config), folders["mxfp4"], load_format="dummy", mesh=make_mesh(2))
 
 
-def test_experts_are_in_tiles_where_kernels_are_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their own kernels are the default, also where those of tiles were verified."""
+def test_experts_are_in_tiles_by_default(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where their kernels were verified; elsewhere Triton computes with the 4 bits as they are stored."""
     config = load_model_config(folders["mxfp4"], dtype="bfloat16", on_gpu=True)
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: True)
     monkeypatch.setattr("pallas_kernels.quantized_matmul.is_verified", lambda *_: True)
-    monkeypatch.setattr(kernel_choice, "is_verified", lambda *_, **__: True)
-    for is_here in (True, False):
-        wants = [wants_tiles(w, config, on_gpu=True, is_checked=True, is_here=is_here) for w in ("auto", "mosaic", "xla")]
-        assert wants == [False, True, False]
+    for is_verified in (False, True):
+        monkeypatch.setattr(kernel_choice, "is_verified", lambda *_, answer=is_verified, **__: answer)
+        for is_here in (True, False):
+            wants = [wants_tiles(w, config, on_gpu=True, is_checked=True, is_here=is_here) for w in ("auto", "mosaic", "xla")]
+            assert wants == [is_verified or not is_here, True, False]
     tiles = kernel_shapes.tiled_weights([build_model(config.for_tensor_parallel(2).in_tiles())], "bfloat16")
     packed = grouped_matmul.Stored("e2m1", 32)
     assert tiles.linears == () and [stored for _, stored in tiles.experts] == [(packed, packed)]

@@ -92,17 +92,16 @@ def test_orbax_checkpoints_are_refused(tmp_path):
         load(tmp_path, quantize_lm_head="int8")
 
 
-def test_heads_have_tiles_beside_experts_with_kernels_of_their_own(monkeypatch):
+def test_heads_have_tiles_beside_experts(monkeypatch):
     """And are checked with float32 results; where there are no tiles, steps have room for the head in the model's type."""
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: True)
     monkeypatch.setattr("pallas_kernels.quantized_matmul.is_verified", lambda *_: True)
     monkeypatch.setattr("jaxllm.engine.kernel_choice.is_verified", lambda *_, **__: True)
     load_ = partial(load_model_config, goldens.FOLDER / "gpt_oss", dtype="bfloat16", on_gpu=True)
     load_ = partial(load_, overrides={"quantization_config": {"quant_method": "mxfp4"}})
-    plain, config = load_(), load_(quantize_lm_head="int8")
-    wants = partial(wants_tiles, "auto", on_gpu=True, is_checked=True)
-    assert not wants(plain) and wants(config)
-    config = config.for_tensor_parallel(1).in_tiles(spare_own_kernels=True)
+    config = load_(quantize_lm_head="int8")
+    assert wants_tiles("auto", config, on_gpu=True, is_checked=True)
+    config = config.for_tensor_parallel(1).in_tiles()
     found = build_model(config)
     (shapes,) = shapes_of_tiles([found], "bfloat16")
     assert shapes == Shapes("uint8b128", config.vocab_size, config.hidden_size, None, "float32", result="float32")

@@ -72,7 +72,6 @@ class Mxfp4(WeightFormat):
     """This weight in tiles; None: it is as stored."""
 
     weight_scheme: ClassVar[Scheme] = Scheme("e2m1", BLOCK, scale_type="uint8")
-    has_own_kernels: ClassVar[bool] = True
     methods: ClassVar[tuple[str, ...]] = ("mxfp4",)
     supported: ClassVar[str] = "experts of quant_method mxfp4"
     may_widen: ClassVar[bool] = True
