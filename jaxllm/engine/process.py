@@ -116,7 +116,9 @@ class EngineLoop:
 
     def run(self) -> None:
         """Run until a stop command. Raises EngineDeadError."""
-        gc.freeze()  # a collection of all that JAX and the model keep would hold up a step
+        # A collection of all that JAX and the model keep would hold up a step. LLM does not do so: the device of one that is dropped
+        # would stay full.
+        gc.freeze()
         while self._obey():
             if self._core.has_unfinished_requests():
                 self._step()

@@ -196,7 +196,7 @@ class Cores:
                     client.step(1000 if seed is None else rng.randrange(4))
             else:
                 raise AssertionError("not done")
-            known = (router._legs, router._leg_of, router._unfetched, router._begun)
+            known = (router.first_legs, router.second_legs)
             assert not any(known) and not any(router.balancer.num_requests(rank) for rank in (PREFILL, DECODE))
             for client in clients:
                 client.core.check_integrity()
