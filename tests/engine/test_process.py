@@ -229,6 +229,34 @@ def test_two_clients_may_use_the_same_ids_and_share_metrics(shared: Served, monk
     run(main())
 
 
+def test_a_client_that_does_not_answer_holds_up_one_scrape_alone(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        stopped = shared.client(1)
+        await stopped.ready()
+        await stopped.call(messages.ShareMetrics([Counter("jaxllm:test_stopped", {}, "", 7)]))
+
+        def seen(metrics: list[Any]) -> list[float]:
+            return [metric.value for metric in metrics if metric.name == "jaxllm:test_stopped"]
+
+        async with shared.connected(0) as llm:
+            monkeypatch.setattr(process_core, "SHARE_SECONDS", 0.05)
+            assert seen(await llm.get_metrics()) in ([], [7])  # it waits as long as it may
+            await asyncio.sleep(1.1)
+            monkeypatch.setattr(process_core, "SHARE_SECONDS", 600.0)
+            async with asyncio.timeout(60):
+                assert seen(await llm.get_metrics()) == [7]
+            asked = asyncio.get_running_loop().create_future()
+            stopped.on_want_metrics = asked.set_result
+            await stopped.call(messages.ShareMetrics([Counter("jaxllm:test_stopped", {}, "", 8)]))
+            scrape = asyncio.create_task(llm.get_metrics())
+            await stopped.call(messages.ShareMetrics([Counter("jaxllm:test_stopped", {}, "", 9)], asked=await asked))
+            async with asyncio.timeout(60):
+                assert seen(await scrape) == [9], "it is not waited for again"
+        stopped.close()
+
+    run(main())
+
+
 def test_metrics_that_a_client_shared_before_it_was_asked_do_not_answer_a_scrape(shared: Served) -> None:
     def share(client: EngineClient, count: int, asked: int) -> asyncio.Future[Any]:
         own = [Counter("jaxllm:test_shared", {}, "", count)]
