@@ -142,6 +142,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: Client, fields: dict
         assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
 
 
+@pytest.mark.parametrize("choice", ["any", {}, 3, {"type": "allowed_tools"}, {"type": "function", "name": "weather"}], ids=str)
+def test_a_field_of_several_forms_says_which_there_are(client: Client, choice: Any) -> None:
+    error = client.chat(tools=TOOLS, tool_choice=choice).json()["error"]
+    assert error["message"].startswith("tool_choice: must be none, auto, required, {") and error["param"] == "tool_choice"
+    assert error["message"].count("tool_choice") == 1
+    for prompt in (None, {}, [1, "a"], 3):
+        message = client.complete(prompt=prompt).json()["error"]["message"]
+        assert message.startswith("prompt: must be a text, a list of token ids, or")
+
+
 def test_it_waits_in_the_queue_no_longer_than_the_server_allows(engine: AsyncLLM, core: FakeEngineCore) -> None:
     with Client(create_app(engine, options(queue_timeout=30))) as client:
         for ask in (client.chat, client.complete):
