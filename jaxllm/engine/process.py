@@ -71,9 +71,9 @@ class _Gathering:
 
     command: Call
     number: int
-    """Of the question that they were asked."""
+    """The number of their question."""
     wanted: set[str]
-    """Those that have not answered."""
+    """API servers that have not answered."""
     since: float = field(default_factory=time.monotonic)
 
 

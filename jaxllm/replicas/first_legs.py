@@ -51,7 +51,7 @@ class FirstLegs:
         return leg
 
     def of(self, request_id: str) -> FirstLeg | None:
-        """What a request waits for, or fetches blocks of."""
+        """The leg that a request waits for, or fetches blocks of."""
         return self._legs.get(self._leg_of.get(request_id, ""))
 
     def fetched_from(self, rank: int) -> list[str]:

@@ -9,13 +9,13 @@ from jaxllm.sampling_params import RequestOutputKind
 
 
 class SecondLegs:
-    """What is known of second legs until they report something, by request."""
+    """Leases and first tokens of second legs that have reported nothing, by request."""
 
     def __init__(self) -> None:
         self._unfetched: dict[str, tuple[int, KVTransfer]] = {}
         """Where their blocks are, after the rank of that prefill engine."""
         self._begun: dict[str, EngineCoreRequest] = {}
-        """Those whose first token was passed on, and no other: with it they may run again."""
+        """Requests whose first token was passed on, and no other: with it they may run again."""
 
     def __len__(self) -> int:
         return len(self._unfetched) + len(self._begun)
@@ -44,5 +44,5 @@ class SecondLegs:
         return self._unfetched.pop(request_id, None)
 
     def take_begun(self, request_ids: Collection[str]) -> dict[str, EngineCoreRequest]:
-        """Of these requests those that can run again behind their first token, as they are to be sent."""
+        """The requests with these ids that can run again behind their first token, as they are to be sent."""
         return {request_id: self._begun.pop(request_id) for request_id in request_ids if request_id in self._begun}

@@ -1,4 +1,4 @@
-"""Who waits for which prompt."""
+"""First legs, and the requests that wait for them."""
 
 from jaxllm.replicas.first_legs import FirstLeg, FirstLegs
 from tests.replicas.test_prefill_decode import request_of
