@@ -304,7 +304,7 @@ class EngineLoop:
     def _share(self, command: Call, call: ShareMetrics) -> None:
         self._metrics[command.client] = call.own
         self._silent.discard(command.client)
-        self._note_silent()
+        self._note_silent(but=command.client)
         wanted: set[str] = set()
         if call.fresh:
             self._num_gatherings += 1
@@ -313,10 +313,10 @@ class EngineLoop:
         self._gatherings.append(_Gathering(command, self._num_gatherings, wanted - self._silent))
         self._has_shared(command.client, call.asked)
 
-    def _note_silent(self) -> None:
-        """Wait no longer for API servers that let a question lie: callers have what these shared before."""
+    def _note_silent(self, but: str) -> None:
+        """Wait no longer for API servers that let a question lie, but for one: callers have what these shared before."""
         late = [each for each in self._gatherings if time.monotonic() - each.since > _GATHERING_SECONDS]
-        self._silent.update(*(each.wanted for each in late))
+        self._silent.update(*(each.wanted - {but} for each in late))
         for gathering in self._gatherings if late else ():
             gathering.wanted -= self._silent
 
