@@ -14,7 +14,7 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-"""What ids of items begin with, by their type."""
+"""Prefixes of ids, by type of item."""
 
 
 def with_ids(items: Iterable[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:

@@ -272,7 +272,7 @@ class ResponsesService:
         return background.run.response if background is not None else self._stored(response_id, owner).response
 
     def input_items(self, response_id: str, owner: str) -> list[dict[str, Any]]:
-        """What a response answered, oldest first, with the turns before it as far as they are stored. Raises ApiError."""
+        """The input items of a response, oldest first, with the turns before it as far as they are stored. Raises ApiError."""
         background = self._running(response_id, owner)
         entry = self._stored(response_id, owner) if background is None else background.run
         previous = entry.response["previous_response_id"]

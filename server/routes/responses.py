@@ -78,7 +78,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Order = "desc",
 ) -> Response:
-    """What a stored response answered."""
+    """The input items of a stored response, page by page."""
     items = _service_of(request).input_items(response_id, owner_of(request))
     return _reply(page_of(items, after=after, limit=limit, order=order))
 
