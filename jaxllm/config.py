@@ -323,7 +323,9 @@ class CompileOptions:
         "needed (lazy), others meanwhile whenever nothing runs (idle); auto: background on a GPU; on a CPU idle in `jaxllm serve` and "
         "lazy elsewhere",
     ] = "auto"
-    decode_buckets: Annotated[tuple[int, ...] | None, "batch sizes that decode is compiled for; default: chosen"] = None
+    decode_buckets: Annotated[
+        tuple[int, ...] | None, "batch sizes that decode is compiled for, on a GPU 8 or more; default: chosen"
+    ] = None
     token_buckets: Annotated[tuple[int, ...] | None, "token counts that mixed steps are compiled for"] = None
     compile_threads: Annotated[int | None, "programs compiled at the same time; default: by the number of cores"] = None
     share_layers: Annotated[

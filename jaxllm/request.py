@@ -230,8 +230,8 @@ class Request:
     """Fewest blocks that were found in the prefix cache at an admission. It computed none of them."""
     most_found_blocks: int = 0
     """Most blocks that were found there at an admission."""
-    is_second_try: bool = False
-    """Whether it drew NaN behind blocks that it had found, and computes all of them itself."""
+    may_try_again: bool = True
+    """Whether it computes all itself if it draws NaN behind blocks that it had found; not a second time."""
     admission_step_id: int = 0
     """The step of its latest admission."""
     stored_states: set[int] = field(default_factory=set)

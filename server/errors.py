@@ -121,9 +121,8 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def constraint_error(error: InvalidRequestError, param: str) -> ApiError:
     """Reword a structured-output error for the request field that caused it."""
-    return bad_request(
-        without_leaks(str(error).replace("structured_outputs.json", param).replace("structured_outputs", param)), param
-    )
+    text = str(error) if param == "structured_outputs" else re.sub(r"structured_outputs(\.json\b)?", param, str(error))
+    return bad_request(without_leaks(text), param)
 
 
 def overloaded(message: str, retry_after_seconds: int = RETRY_AFTER_SECONDS) -> ApiError:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -60,6 +61,22 @@ _UPDATE_SECONDS = 0.005
 """Least interval of the updates that one of several engines sends to all API servers, which count what they sent since."""
 
 
+_GATHERING_SECONDS = 1.0
+"""How long API servers have to share their metrics when they are asked; callers wait as long (`process_core.SHARE_SECONDS`)."""
+
+
+@dataclass
+class _Gathering:
+    """A call that waits for metrics of other API servers."""
+
+    command: Call
+    number: int
+    """The number of their question."""
+    wanted: set[str]
+    """API servers that have not answered."""
+    since: float = field(default_factory=time.monotonic)
+
+
 class EngineLoop:
     """Steps the core while there is work, and runs the API servers' commands between steps."""
 
@@ -86,7 +103,9 @@ class EngineLoop:
         self._metrics: dict[str, list[Metric]] = {}
         self._metrics_of_gone: list[Metric] = []
         self._num_gatherings = 0
-        self._gatherings: list[tuple[Call, int, set[str]]] = []
+        self._gatherings: list[_Gathering] = []
+        self._silent: set[str] = set()
+        """API servers that did not answer the latest question in time. Until they share again none waits for them."""
         """Calls for the metrics of all API servers, numbered, each with those that have not shared theirs since."""
         self._stopping = False
         self._held_by: set[str] | None = None
@@ -116,7 +135,9 @@ class EngineLoop:
 
     def run(self) -> None:
         """Run until a stop command. Raises EngineDeadError."""
-        gc.freeze()  # a collection of all that JAX and the model keep would hold up a step
+        # A collection of all that JAX and the model keep would hold up a step. LLM does not do so: the device of one that is dropped
+        # would stay full.
+        gc.freeze()
         while self._obey():
             if self._core.has_unfinished_requests():
                 self._step()
@@ -201,7 +222,8 @@ class EngineLoop:
                 self._received.pop(command.client, None)
             self._outbox.disconnect(command.client)
             self._metrics_of_gone = merged([self._metrics_of_gone, self._metrics.pop(command.client, [])])
-            self._gatherings = [gathering for gathering in self._gatherings if gathering[0].client != command.client]
+            self._gatherings = [each for each in self._gatherings if each.command.client != command.client]
+            self._silent.discard(command.client)
             self._has_shared(command.client, self._num_gatherings)
             self._let_go(command.client)
         elif isinstance(command, Drain):
@@ -281,24 +303,33 @@ class EngineLoop:
 
     def _share(self, command: Call, call: ShareMetrics) -> None:
         self._metrics[command.client] = call.own
+        self._silent.discard(command.client)
+        self._note_silent(but=command.client)
         wanted: set[str] = set()
         if call.fresh:
             self._num_gatherings += 1
             question = messages.encode(messages.WantMetrics(self._num_gatherings))
             wanted = {client for client in self._metrics if client != command.client and self._outbox.send(client, question)}
-        self._gatherings.append((command, self._num_gatherings, wanted))
+        self._gatherings.append(_Gathering(command, self._num_gatherings, wanted - self._silent))
         self._has_shared(command.client, call.asked)
+
+    def _note_silent(self, but: str) -> None:
+        """Wait no longer for API servers that let a question lie, but for one: callers have what these shared before."""
+        late = [each for each in self._gatherings if time.monotonic() - each.since > _GATHERING_SECONDS]
+        self._silent.update(*(each.wanted - {but} for each in late))
+        for gathering in self._gatherings if late else ():
+            gathering.wanted -= self._silent
 
     def _has_shared(self, client: str, asked: int) -> None:
         """An API server answered gathering `asked`, or left: answer the calls that waited only for it.
 
         What it shared before it was asked may lie in the queue behind the call, and lacks what it has counted since.
         """
-        for _, number, wanted in self._gatherings:
-            if number <= asked:
-                wanted.discard(client)
-        ready = [command for command, _, wanted in self._gatherings if not wanted]
-        self._gatherings = [gathering for gathering in self._gatherings if gathering[2]]
+        for gathering in self._gatherings:
+            if gathering.number <= asked:
+                gathering.wanted.discard(client)
+        ready = [each.command for each in self._gatherings if not each.wanted]
+        self._gatherings = [each for each in self._gatherings if each.wanted]
         for command in ready:
             others = [metrics for client, metrics in self._metrics.items() if client != command.client]
             found = merged([*others, self._metrics_of_gone])

@@ -19,6 +19,7 @@ from jaxllm.engine.step_sizes import with_prefill_limit
 from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
 from jaxllm.hosts_options import has_stages_on_hosts
+from jaxllm.kernel_policy import platform_policy
 from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.log import logger
@@ -80,6 +81,7 @@ def resolve_sizes(
             *(model_config.max_position, model_config.chosen_max_position),
         )
     config = resolve_platform_defaults(config, on_gpu=on_gpu, device_bytes=device_bytes, is_mixture=bool(model_config.mixtures))
+    config = _with_fast_decodes(config, on_gpu=on_gpu)
     for chunk in {part.chunk for part in model_config.attentions} - {None}:
         if chunk % config.cache.block_size:  # type: ignore[operator]
             raise ConfigError(
@@ -123,6 +125,20 @@ def resolve_sizes(
             "each running request needs a token a step: raise --max-num-batched-tokens or lower --max-num-seqs"
         )
     return config, model_config
+
+
+def _with_fast_decodes(config: EngineConfig, *, on_gpu: bool) -> EngineConfig:
+    """No decode sizes below the least that is fast, unless max_num_seqs is."""
+    sizes = config.compile.decode_buckets
+    least = min(platform_policy(on_gpu=on_gpu).decode_rows[0], config.scheduler.max_num_seqs or 1)
+    if sizes is None or min(sizes) >= least:
+        return config
+    logger.warning(
+        "decode_buckets has %d: steps of fewer than %d rows run as ones of %d, because XLA turns products of so few into sums, which are "
+        "slower on this device",
+        *(min(sizes), least, least),
+    )
+    return config.replace(decode_buckets=tuple(sorted({max(size, least) for size in sizes})))
 
 
 def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:

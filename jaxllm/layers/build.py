@@ -58,13 +58,17 @@ class Widened(NamedTuple):
     linears: bool
     experts: bool
     head: bool = False
+    head_in_tiles: bool = False
+    """Whether kernels multiply the head as it is stored."""
 
     @classmethod
     def of(cls, model: nnx.Module) -> "Widened":
         """Read it from the formats of a model's weights. Weights in tiles do not count: kernels multiply them as they are."""
-        widened = [weight for weight in weights(model) if weight.format.widens_in_products]
+        packed = list(weights(model))
+        widened = [weight for weight in packed if weight.format.widens_in_products]
         found = {_is_of_experts(weight) for weight in widened if not weight.format.of_head}
-        return cls(False in found, True in found, any(weight.format.of_head for weight in widened))
+        in_tiles = any(weight.format.of_head and weight.format.stored_parts is not None for weight in packed)
+        return cls(False in found, True in found, any(weight.format.of_head for weight in widened), in_tiles)
 
 
 def num_parameters(config: ModelConfig) -> int:

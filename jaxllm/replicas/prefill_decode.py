@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -12,35 +12,19 @@ from jaxllm.engine.async_core import ReplicaInfo
 from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Outputs, Refused
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
-from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
+from jaxllm.kv_transfer import read_kv_transfer
 from jaxllm.kv_transfer_options import PORT
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.replicas.core import Replicas
+from jaxllm.replicas.first_legs import FirstLeg, FirstLegs
+from jaxllm.replicas.second_legs import SecondLegs
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason
 from jaxllm.routing.balancer import RoutingPolicy
 from jaxllm.routing.two_legs import TwoLegs, decode_leg, prefill_leg
-from jaxllm.sampling_params import RequestOutputKind
 
 _ENDS_REQUEST = frozenset({ErrorKind.TIMEOUT, ErrorKind.QUEUE_TIMEOUT, ErrorKind.ADAPTER, ErrorKind.CONSTRAINT})
 """Errors of a first leg that a second one would meet too."""
-
-
-@dataclass
-class _FirstLeg:
-    """A prompt that a prefill engine computes."""
-
-    rank: int
-    drawn_for: str | None = None
-    """The request whose first token it draws. Another answer to the prompt, and one that has its first token, takes its blocks alone."""
-    waiting: dict[str, EngineCoreRequest] = field(default_factory=dict)
-    """The requests that continue from it, by id: the answers to one prompt."""
-    sent: dict[str, EngineCoreRequest] = field(default_factory=dict)
-    """Second legs that fetch blocks while this one computes more."""
-    params: dict[str, Any] | None = None
-    """The `kv_transfer_params` of its early output."""
-    decode_rank: int | None = None
-    """Where second legs were sent."""
 
 
 class PrefillDecode(Replicas):
@@ -65,15 +49,8 @@ class PrefillDecode(Replicas):
         super().__init__(connect, pids, policy=policy, num_api_servers=num_api_servers, retries=retries)
         self._num_prefill, self._threshold, self._fails = num_prefill, threshold, load_failure_policy == "fail"
         self._pull_timeout = pull_timeout
-        self._legs: dict[str, _FirstLeg] = {}
-        """First legs, by their own id."""
-        self._leg_of: dict[str, str] = {}
-        """The first leg that a request waits for, or fetches blocks of."""
+        self.first_legs, self.second_legs = FirstLegs(), SecondLegs()
         self._last_leg = ""
-        self._unfetched: dict[str, tuple[int, KVTransfer]] = {}
-        """Where blocks of second legs are that have reported nothing yet, after the rank of that prefill engine, by request."""
-        self._begun: dict[str, EngineCoreRequest] = {}
-        """Requests whose first token was passed on, and no other: with it they may run again."""
 
     async def ready(self) -> "PrefillDecode":
         await super().ready()
@@ -93,13 +70,13 @@ class PrefillDecode(Replicas):
         return [replace(each, role="prefill" if each.rank < self._num_prefill else "decode") for each in super().replicas()]
 
     def replica_of(self, request_id: str) -> int | None:
-        leg = self._legs.get(self._leg_of.get(request_id, ""))
+        leg = self.first_legs.of(request_id)
         return super().replica_of(request_id) if leg is None or request_id in leg.sent else leg.rank
 
     def add(self, request: EngineCoreRequest) -> None:
         """Send a request to a prefill engine, or to the engine that computes it whole."""
         if request.prompt_token_ids is self._last_prompt:  # another answer to the same prompt
-            if self._last_leg in self._legs:
+            if self._last_leg in self.first_legs:
                 self._wait(request, self._last_leg)
                 return
             if not self._last_leg:
@@ -118,19 +95,18 @@ class PrefillDecode(Replicas):
             self._send_whole(request)
             return
         self._last_prompt, self._last_rank, self._last_leg = request.prompt_token_ids, rank, first.request_id
-        self._legs[first.request_id] = _FirstLeg(rank, None if request.output_token_ids else request.request_id)
+        self.first_legs.add(first.request_id, FirstLeg(rank, None if request.output_token_ids else request.request_id))
         self._wait(request, first.request_id)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests. A first leg ends with the last request that waits for it."""
         ended: list[str] = []
         for request_id in request_ids:
-            leg = self._legs.get(self._leg_of.get(request_id, ""))
+            leg = self.first_legs.of(request_id)
             if leg is None or request_id in leg.sent:
-                self._unfetched.pop(request_id, None)  # the decode engine ends the lease
-                self._begun.pop(request_id, None)
+                self.second_legs.forget(request_id)  # the decode engine ends the lease
                 ended.append(request_id)
-            if (leg_id := self._leave(request_id)) is not None:
+            if (leg_id := self.first_legs.leave(request_id)) is not None:
                 ended.append(leg_id)
         super().abort(ended)
 
@@ -146,12 +122,12 @@ class PrefillDecode(Replicas):
 
     def _wait_no_more(self, rank: int) -> None:
         """A prefill engine gives no sign of life: its blocks do not come either. Decode engines that wait for first tokens draw them."""
-        legs = [leg_id for leg_id, leg in self._legs.items() if leg.rank == rank and leg.sent]
+        legs = self.first_legs.fetched_from(rank)
         if legs:
             logger.warning("prefill engine %d is silent: decode engines go on with %d prompts by themselves", rank, len(legs))
         super().abort(legs)
         for leg_id in legs:
-            if leg_id in self._legs:
+            if leg_id in self.first_legs:
                 self._continue(leg_id, None)
 
     def _introduce(self, first: int, second: int) -> None:
@@ -163,28 +139,13 @@ class PrefillDecode(Replicas):
     # Legs
 
     def _wait(self, request: EngineCoreRequest, leg_id: str) -> None:
-        leg = self._legs[leg_id]
-        leg.waiting[request.request_id] = request
-        self._leg_of[request.request_id] = leg_id
+        leg = self.first_legs.wait(request, leg_id)
         if leg.params is not None:
             self._send_early(leg_id, leg.params)
 
-    def _leave(self, request_id: str) -> str | None:
-        """A request needs its first leg no more. Returns the leg's id if none does."""
-        leg_id = self._leg_of.pop(request_id, None)
-        if leg_id is None:
-            return None
-        leg = self._legs[leg_id]
-        leg.waiting.pop(request_id, None)
-        leg.sent.pop(request_id, None)
-        if leg.waiting or leg.sent:
-            return None
-        del self._legs[leg_id]
-        return leg_id
-
     def _leave_all(self, request_ids: Iterable[str]) -> None:
         """Requests have ended, or have all blocks of their prompts. First legs without such requests end too."""
-        found = [leg_id for request_id in request_ids if (leg_id := self._leave(request_id)) is not None]
+        found = [leg_id for request_id in request_ids if (leg_id := self.first_legs.leave(request_id)) is not None]
         if found:
             super().abort(found)
 
@@ -197,25 +158,24 @@ class PrefillDecode(Replicas):
     def _continue(self, leg_id: str, params: dict[str, Any] | None, first_token_ids: Sequence[int] = ()) -> None:
         """A first leg has ended: send all that wait for it to one decode engine. params: what it left there; None: nothing.
         first_token_ids: what it drew."""
-        leg = self._legs[leg_id]
+        leg = self.first_legs[leg_id]
         while leg.sent:  # a refusal ends all answers to the prompt, by `abort`
-            request_id, second = next(iter(leg.sent.items()))
-            del self._leg_of[request_id], leg.sent[request_id]
+            request_id = next(iter(leg.sent))
+            second = self.first_legs.take(request_id)
             self._note_move(leg, second)
             if second.awaits_first_token:
-                self._note_begun(second, first_token_ids)
+                self.second_legs.note_begun(second, first_token_ids)
                 self._tell_first(leg, request_id, first_token_ids)
         while leg.waiting:
             request_id = next(iter(leg.waiting))
-            del self._leg_of[request_id]
             own_token_ids = first_token_ids if request_id == leg.drawn_for else ()
-            second = decode_leg(leg.waiting.pop(request_id), params, own_token_ids)
-            self._note_begun(second, own_token_ids)
+            second = decode_leg(self.first_legs.take(request_id), params, own_token_ids)
+            self.second_legs.note_begun(second, own_token_ids)
             if self._send_second(leg, second):
                 self._note_move(leg, second)
-        self._legs.pop(leg_id, None)
+        self.first_legs.end(leg_id)
 
-    def _tell_first(self, leg: _FirstLeg, request_id: str, first_token_ids: Sequence[int]) -> None:
+    def _tell_first(self, leg: FirstLeg, request_id: str, first_token_ids: Sequence[int]) -> None:
         """Let a request run at its decode engine that waits for its first token."""
         assert leg.decode_rank is not None
         try:
@@ -228,7 +188,7 @@ class PrefillDecode(Replicas):
 
     def _send_early(self, leg_id: str, params: dict[str, Any]) -> None:
         """A first leg computes, and what is computed can be fetched: send all that wait for it."""
-        leg = self._legs[leg_id]
+        leg = self.first_legs[leg_id]
         leg.params = params
         while leg.waiting:  # as above
             request_id = next(iter(leg.waiting))
@@ -236,10 +196,9 @@ class PrefillDecode(Replicas):
             leg.sent[request_id] = second
             self._send_second(leg, second)
 
-    def _send_second(self, leg: _FirstLeg, second: EngineCoreRequest) -> bool:
+    def _send_second(self, leg: FirstLeg, second: EngineCoreRequest) -> bool:
         """Send a request to the decode engine of its first leg, or refuse it. Returns whether it was sent."""
-        if (transfer := second.options.kv_transfer) is not None:
-            self._unfetched[second.request_id] = leg.rank, transfer
+        self.second_legs.note_sent(second, leg.rank)
         try:
             leg.decode_rank = self.routes.choose_decode(second, leg.decode_rank)
             self._send_to(leg.decode_rank, second)
@@ -248,14 +207,14 @@ class PrefillDecode(Replicas):
             return False
         return True
 
-    def _note_move(self, leg: _FirstLeg, second: EngineCoreRequest) -> None:
+    def _note_move(self, leg: FirstLeg, second: EngineCoreRequest) -> None:
         """A request counts at its decode engine from now on."""
         if self._listener is not None and leg.decode_rank is not None:
             self._listener.take_move(second.request_id, leg.decode_rank, second.options.kv_transfer)
 
     def _pass_on(self, leg_id: str, output: EngineCoreOutput) -> None:
         """Pass the token that a first leg drew on to the caller of its request, with the end of the request if it is the last."""
-        leg = self._legs[leg_id]
+        leg = self.first_legs[leg_id]
         request_id = leg.drawn_for
         if request_id is None or not (request_id in leg.waiting or request_id in leg.sent):
             return  # it has ended
@@ -264,20 +223,11 @@ class PrefillDecode(Replicas):
             told.finish_reason, told.num_preemptions = None, 0
         else:
             if request_id in leg.sent:
-                self._unfetched.pop(request_id, None)  # the decode engine ends the lease
+                self.second_legs.forget(request_id)  # the decode engine ends the lease
                 super().abort([request_id])
-            self._leave(request_id)
+            self.first_legs.leave(request_id)
         if self._listener is not None:
             self._listener.take_outputs([told])
-
-    def _note_begun(self, second: EngineCoreRequest, first_token_ids: Sequence[int]) -> None:
-        """A first leg has passed on these first tokens of a request. Where nothing follows, it goes on behind them; others can begin anew,
-        and so can requests whose callers get all at the end."""
-        if first_token_ids and second.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            options = replace(second.options, kv_transfer=None)
-            self._begun[second.request_id] = replace(
-                second, options=options, output_token_ids=tuple(first_token_ids), awaits_first_token=False
-            )
 
     def _run_again(self, request: EngineCoreRequest) -> None:
         """Have another decode engine continue a request, of which the caller has the first token."""
@@ -299,42 +249,39 @@ class PrefillDecode(Replicas):
 
     def _drop_leg(self, leg_id: str) -> list[str]:
         """Forget a first leg. Returns the requests that wait for it."""
-        leg = self._legs.pop(leg_id)
+        leg = self.first_legs.drop(leg_id)
         ids = [*leg.waiting, *leg.sent]
         for request_id in ids:
-            del self._leg_of[request_id]
-            self._unfetched.pop(request_id, None)  # decode engines end the lease
+            self.second_legs.forget(request_id)  # decode engines end the lease
         super().abort([*leg.sent])
         return ids
 
     def _end_leases(self, request_ids: Collection[str]) -> None:
         """Second legs have ended, perhaps before they fetched their blocks."""
         for request_id in request_ids:
-            if (found := self._unfetched.pop(request_id, None)) is not None:
+            if (found := self.second_legs.take_lease(request_id)) is not None:
                 self._send_end_of_lease(*found)
 
     # What engines report
 
     def _take_outputs(self, rank: int, message: Outputs) -> None:
-        told = {each.request_id for each in message.outputs} & self._leg_of.keys()
-        for request_id in told:  # drawn before its first leg is over
-            leg = self._legs[self._leg_of[request_id]]
+        told = {each.request_id: leg for each in message.outputs if (leg := self.first_legs.of(each.request_id)) is not None}
+        for request_id, leg in told.items():  # drawn before its first leg is over
             self._note_move(leg, leg.sent[request_id])
         for output in message.outputs:
-            self._unfetched.pop(output.request_id, None)
-            self._begun.pop(output.request_id, None)
-            is_late = output.request_id not in self._legs  # it was aborted meanwhile
+            self.second_legs.forget(output.request_id)
+            is_late = output.request_id not in self.first_legs  # it was aborted meanwhile
             if is_late and (transfer := read_kv_transfer(output.kv_transfer_params)) is not None:
                 self._send_end_of_lease(rank, transfer)
-        ended = [each for each in message.outputs if each.finish_reason is not None and each.request_id in self._legs]
-        early = [each for each in message.outputs if each.finish_reason is None and each.request_id in self._legs]
+        ended = [each for each in message.outputs if each.finish_reason is not None and each.request_id in self.first_legs]
+        early = [each for each in message.outputs if each.finish_reason is None and each.request_id in self.first_legs]
         super()._take_outputs(rank, message)  # listeners have no request with the id of a first leg
         self._leave_all(told)
         for output in early:
-            if output.request_id in self._legs and output.kv_transfer_params is not None:
+            if output.request_id in self.first_legs and output.kv_transfer_params is not None:
                 self._send_early(output.request_id, output.kv_transfer_params)
         for output in ended:
-            if output.request_id not in self._legs:
+            if output.request_id not in self.first_legs:
                 continue
             is_error = output.finish_reason is FinishReason.ERROR
             is_end = output.finish_reason is FinishReason.ABORT or output.error_kind in _ENDS_REQUEST
@@ -346,13 +293,13 @@ class PrefillDecode(Replicas):
                 self._continue(output.request_id, None)
                 continue
             self._pass_on(output.request_id, output)
-            if output.request_id in self._legs:
+            if output.request_id in self.first_legs:
                 self._continue(output.request_id, output.kv_transfer_params, output.new_token_ids)
             elif (transfer := read_kv_transfer(output.kv_transfer_params)) is not None:  # all has ended with that token
                 self._send_end_of_lease(rank, transfer)
 
     def _take_refusal(self, rank: int, message: Refused) -> None:
-        if message.request_id not in self._legs:
+        if message.request_id not in self.first_legs:
             super()._take_refusal(rank, message)
             return
         self.balancer.ended(message.request_id)
@@ -367,23 +314,23 @@ class PrefillDecode(Replicas):
 
     def _refuse(self, request_id: str, error: JaxLLMError) -> None:
         self._end_leases([request_id])
-        self._begun.pop(request_id, None)
+        self.second_legs.forget(request_id)
         self._leave_all([request_id])
         super()._refuse(request_id, error)
 
     def _fail(self, error: EngineError, ids: Collection[str]) -> None:
         self._end_leases(ids)
         may_retry = isinstance(error, ReplicaLostError) and error.may_retry
-        begun = {request_id: self._begun.pop(request_id) for request_id in ids if request_id in self._begun}
+        begun = self.second_legs.take_begun(ids)
         again = begun if may_retry else {}
-        legs = [request_id for request_id in ids if request_id in self._legs]
-        ended = [request_id for request_id in ids if request_id not in self._legs and request_id not in again]
+        legs = [request_id for request_id in ids if request_id in self.first_legs]
+        ended = [request_id for request_id in ids if request_id not in self.first_legs and request_id not in again]
         if self._fails:
             ended += [request_id for leg_id in legs for request_id in self._drop_leg(leg_id)]
             legs = []
         self._leave_all(ended)
         super()._fail(error, ended)
-        legs = [leg_id for leg_id in legs if leg_id in self._legs]
+        legs = [leg_id for leg_id in legs if leg_id in self.first_legs]
         if legs:
             logger.warning("prefill of %d prompts failed, decode engines compute them: %s", len(legs), error)
         for leg_id in legs:

@@ -244,7 +244,8 @@ def memory_plan(
         else:
             cache_bytes = limit - weight_bytes - work_bytes - state_bytes - _other_bytes(topology)
             if config.compile.warmup != "all":
-                cache_bytes -= tuning_bytes(config, model)
+                is_timed = drafter is not None or widened is None or not widened.head_in_tiles
+                cache_bytes -= tuning_bytes(config, model, has_head=is_timed)
         # The cache is indexed by 32-bit slots.
         num_affordable = max(0, cache_bytes // block_bytes) if block_bytes else useful  # a stage may have no layer with blocks
         is_cut = not on_gpu and sized_by is None and num_affordable < useful
@@ -314,7 +315,7 @@ def estimate_work_bytes(
     size = topology.tensor
     assert scheduler.max_num_seqs is not None
     itemsize = jnp.dtype(model.dtype).itemsize
-    widest = max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
+    widest = _widest(model)
     per_token = widest // size + (6 + 2 * num_features) * model.hidden_size
     has_head = any(format.of_head for format in model.formats)
     widened = widened or Widened(*(model.widens_in_products,) * 2, has_head)
@@ -357,15 +358,22 @@ def exchange_bytes(model: ModelConfig, num_tokens: int, topology: Topology, poli
     return at_once * values * jnp.dtype(model.dtype).itemsize
 
 
-def tuning_bytes(config: EngineConfig, model: ModelConfig) -> int:
+def tuning_bytes(config: EngineConfig, model: ModelConfig, *, has_head: bool = True) -> int:
     """Bytes that XLA allocates to time the largest product, that of the vocabulary, when a program is compiled next to a full cache.
 
     Without it a small program falls back to slow products and a large one fails to compile.
+    has_head: whether XLA times that product; kernels that multiply a head in tiles are not timed, and a layer's products are the largest.
     """
     assert config.scheduler.max_num_seqs is not None
     rows, itemsize = config.scheduler.max_num_seqs + 1, jnp.dtype(model.dtype).itemsize
-    values = model.padded_vocab_size // Topology.of(config.parallel).tensor
+    values = model.padded_vocab_size if has_head else min(model.padded_vocab_size, _widest(model))
+    values //= Topology.of(config.parallel).tensor
     return int(1.1 * values * (model.hidden_size * itemsize + rows * 4))
+
+
+def _widest(model: ModelConfig) -> int:
+    """Most values that a layer makes of a token, and more than any one product of it does."""
+    return max(sum(part.values_per_token for part in layer.parts.values()) for layer in set(model.layers))
 
 
 _COMPILER_BYTES = 512 << 20

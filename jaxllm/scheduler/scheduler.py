@@ -402,7 +402,7 @@ class Scheduler(ScheduledRequests):
         """Compute requests again, without what they had found: it may have NaN."""
         self._restart(requests, shares)
         for request in requests:
-            request.is_second_try, request.loads_blocks = True, False
+            request.may_try_again = request.loads_blocks = False
             request.num_cached_tokens, request.loaded_tokens = -1, None
             self.cache_manager.discard_all(request)
             logger.warning(

@@ -33,7 +33,7 @@ def readers_of_wrong(result: ModelRunnerOutput, shares: Iterable[Share]) -> set[
         if row.request_id in result.not_finite
         and request.status is RequestStatus.RUNNING
         and request.most_found_blocks
-        and not request.is_second_try
+        and request.may_try_again
     }
 
 

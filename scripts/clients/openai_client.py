@@ -54,7 +54,8 @@ def check_sync() -> None:
 
 def check_tools_and_structure() -> None:
     client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
-    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("required", named, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}):
         message = client.chat.completions.create(
             model=MODEL,
             messages=QUESTION,
@@ -92,6 +93,8 @@ def check_responses() -> None:
     assert client.responses.retrieve(first.id).output_text == first.output_text
     second = client.responses.create(model=MODEL, input="And 1 more?", previous_response_id=first.id, max_output_tokens=5)
     assert second.previous_response_id == first.id
+    inputs = list(client.responses.input_items.list(second.id, limit=1, order="asc"))  # page by page
+    assert [item.content[0].text for item in inputs] == ["What is 27 + 15?", first.output_text, "And 1 more?"], inputs
     with client.responses.stream(model=MODEL, input="What is 27 + 15?", max_output_tokens=20, temperature=0) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()

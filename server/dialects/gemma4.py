@@ -1,13 +1,15 @@
 """Gemma 4 and FunctionGemma: call:name{key:value,…} between two tokens, with strings between two of a third, which nothing escapes."""
 
+import contextlib
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from server.dialects.dialect import ToolDialect, to_json
 from server.dialects.json_scanner import MAX_DEPTH, Broken
 from server.dialects.markers import markers_of
+from server.dialects.python_literal import literal_to_json
 from server.dialects.reader import MAX_NAME, Ended, Reading
+from server.dialects.tool_schema import STRINGS, SchemaPlace
 from server.dialects.tools import NAME
 from server.dialects.xml import typed_json
 
@@ -18,7 +20,6 @@ MAX_WORD = 1024
 """Maximum number of characters of a value without quotes."""
 _KEY = re.compile(r'[^\s:,{}\[\]"<]*')
 _WORD = re.compile(r'[^,{}\[\]"<]*')
-_STRING = {"type": "string"}
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -57,10 +58,10 @@ class Gemma4(ToolDialect):
             raise Broken
         parser.check_name(name)
         before = "{"
-        properties = _properties(parser, name) if self._quotes_all else {}
+        place = _arguments(parser, name) if self._quotes_all else STRINGS
         yield from parser.space()
         while not (yield from parser.next_is("}")):
-            member = yield from _read_member(parser, self._quote, 1, properties)
+            member = yield from _read_member(parser, self._quote, 1, place)
             if before == "{":
                 parser.start_call(name)
             parser.add_arguments(before + member)
@@ -72,15 +73,14 @@ class Gemma4(ToolDialect):
         parser.end_call()
 
 
-def _properties(parser: "StreamParser", name: str) -> Mapping[str, Any]:
-    """The schemas of a tool's arguments."""
+def _arguments(parser: "StreamParser", name: str) -> SchemaPlace:
+    """The schema of a tool's arguments."""
     tool = parser.tools.get(name)
-    found = tool.parameters.get("properties") if tool else None
-    return found if isinstance(found, Mapping) else {}
+    return SchemaPlace.of(tool.parameters) if tool else STRINGS
 
 
-def _read_member(parser: "StreamParser", quote: str, depth: int, properties: Mapping[str, Any] | None = None) -> Reading[str]:
-    """The JSON text of a key and its value. properties: schemas by key, of values that may not be strings although quoted."""
+def _read_member(parser: "StreamParser", quote: str, depth: int, place: SchemaPlace) -> Reading[str]:
+    """The JSON text of a key and its value. place: of the object."""
     if (yield from parser.next_is(quote)):
         key, _ = yield from parser.text_until(markers_of(quote), MAX_NAME)
     elif (yield from parser.peek()) == '"':
@@ -91,37 +91,49 @@ def _read_member(parser: "StreamParser", quote: str, depth: int, properties: Map
             raise Broken if (yield from parser.peek()) else Ended
     yield from parser.space()
     yield from parser.expect(":")
-    schema = (properties or {}).get(key, _STRING)
-    return f"{to_json(key)}: {(yield from _read_value(parser, quote, depth, schema))}"
+    return f"{to_json(key)}: {(yield from _read_value(parser, quote, depth, place.member(key)))}"
 
 
-def _read_value(parser: "StreamParser", quote: str, depth: int, schema: Any = _STRING) -> Reading[str]:
-    """The JSON text of the next value. schema: of one in quotes."""
+def _read_value(parser: "StreamParser", quote: str, depth: int, place: SchemaPlace) -> Reading[str]:
+    """The JSON text of the next value. place: which tells the type of one in quotes."""
     if depth > MAX_DEPTH:
         raise Broken
     yield from parser.space()
     if (yield from parser.next_is(quote)):
         text, _ = yield from parser.text_until(markers_of(quote))
-        return typed_json(text, schema, verbatim=True)
+        return _unquoted(text, place)
     letter = yield from parser.peek()
     if letter == '"':
         return (yield from parser.json_value())
     if letter and letter in "{[":
-        return (yield from _read_items(parser, quote, letter, depth))
+        return (yield from _read_items(parser, quote, letter, depth, place))
     word = (yield from parser.run_of(_WORD)).strip()
     if not word or len(word) > MAX_WORD:
         raise Broken if (yield from parser.peek()) else Ended
     return _WORDS.get(word) or typed_json(word, None)
 
 
-def _read_items(parser: "StreamParser", quote: str, opening: str, depth: int) -> Reading[str]:
+def _unquoted(text: str, place: SchemaPlace) -> str:
+    """The JSON text of what stands in quotes. Chat templates may write objects and arrays there as Python does."""
+    found = typed_json(text, place.schema, verbatim=True)
+    if found.startswith('"') and text[:1] in ("{", "[") and place.takes_items:
+        with contextlib.suppress(Broken):
+            return literal_to_json(text)
+    return found
+
+
+def _read_items(parser: "StreamParser", quote: str, opening: str, depth: int, place: SchemaPlace) -> Reading[str]:
     """The JSON text of an object or an array."""
-    read_item, closing = (_read_member, "}") if opening == "{" else (_read_value, "]")
+    is_object = opening == "{"
+    closing = "}" if is_object else "]"
     yield from parser.next_is(opening)
     items = []
     yield from parser.space()
     while not (yield from parser.next_is(closing)):
-        items.append((yield from read_item(parser, quote, depth + 1)))
+        if is_object:
+            items.append((yield from _read_member(parser, quote, depth + 1, place)))
+        else:
+            items.append((yield from _read_value(parser, quote, depth + 1, place.item())))
         yield from _skip_comma(parser, closing)
     return f"{opening}{', '.join(items)}{closing}"
 

@@ -14,6 +14,7 @@ from server.protocol.common import (
     RequestModel,
     SamplingFields,
     ShortText,
+    in_words,
 )
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
@@ -147,6 +148,33 @@ class NamedToolChoice(RequestModel):
     function: NamedFunction
 
 
+class NamedTool(RequestModel):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(RequestModel):
+    """Which of the tools may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(RequestModel):
+    """A tool_choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+_CHOICES = (
+    'none, auto, required, {"type": "function", "function": {"name": "…"}} or {"type": "allowed_tools", "allowed_tools": {"mode": '
+    '"auto" or "required", "tools": [{"type": "function", "function": {"name": "…"}}, …]}}'
+)
+
+
 class ChatCompletionRequest(SamplingFields):
     """OpenAI's fields and those that vLLM adds."""
 
@@ -159,7 +187,9 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: (
+        Annotated[Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice, in_words(_CHOICES)] | None
+    ) = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool = True

@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    create_model,
+)
 from pydantic_core import CoreSchema
 
 from jaxllm.kv_transfer import read_kv_limits, read_kv_transfer
@@ -32,6 +41,20 @@ ShortText = Annotated[str, Field(max_length=512)]
 TransferParams = Annotated[dict[str, Any], Field(max_length=MAX_LABELS)]
 """kv_transfer_params: of which engine the prompt's blocks come, for which they are kept, and limits. `jaxllm.kv_transfer` checks values."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
+
+
+def in_words(form: str) -> WrapValidator:
+    """For a field of several forms: its errors name these, as "must be …", in place of what is wrong with each."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {form}") from None
+
+    return WrapValidator(check)
+
+
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:@-]+$")]
 
 REMOVED = {

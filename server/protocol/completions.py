@@ -1,6 +1,8 @@
 """The body of /v1/completions."""
 
-from server.protocol.common import Items, SamplingFields
+from typing import Annotated
+
+from server.protocol.common import Items, SamplingFields, in_words
 
 Ids = Items[int]
 Texts = Items[str]
@@ -10,7 +12,7 @@ Lists = Items[Ids]
 class CompletionRequest(SamplingFields):
     """OpenAI's fields and those that vLLM adds."""
 
-    prompt: str | Ids | Texts | Lists
+    prompt: Annotated[str | Ids | Texts | Lists, in_words("a text, a list of token ids, or a list of texts or of such lists")]
     max_tokens: int | None = 16
     echo: bool | None = None
     logprobs: int | None = None

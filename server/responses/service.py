@@ -20,6 +20,7 @@ from server.logprobs import LogprobWriter
 from server.named_events import encoded, named_event
 from server.protocol.responses import CustomTool, FunctionTool, ResponsesRequest
 from server.protocol.sizes import too_many
+from server.responses.input_items import with_ids
 from server.responses.items import checking
 from server.responses.output import Event, ResponseWriter, new_id, usage_object
 from server.responses.store import ResponseStore, StoredResponse
@@ -269,6 +270,14 @@ class ResponsesService:
         """Look up a response. Raises ApiError."""
         background = self._running(response_id, owner)
         return background.run.response if background is not None else self._stored(response_id, owner).response
+
+    def input_items(self, response_id: str, owner: str) -> list[dict[str, Any]]:
+        """The input items of a response, oldest first, with the turns before it as far as they are stored. Raises ApiError."""
+        background = self._running(response_id, owner)
+        entry = self._stored(response_id, owner) if background is None else background.run
+        previous = entry.response["previous_response_id"]
+        before = None if previous is None else self._store.conversation(previous, owner)
+        return with_ids([*(before[0] if before else ()), *entry.input_items], response_id)
 
     def events(self, response_id: str, owner: str, after: int) -> AsyncGenerator[bytes, None]:
         """Replay the events of a response made with background and stream. Raises ApiError."""

@@ -93,16 +93,34 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
         if request.parallel_tool_calls is not None:
             fields["parallel_tool_calls"] = request.parallel_tool_calls
     choice = request.tool_choice
-    if isinstance(choice, Mapping):
-        if choice.get("type") not in ("function", "custom") or not isinstance(choice.get("name"), str):
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        given = choice.get("tools")
+        if choice.get("mode") not in ("auto", "required") or not isinstance(given, list) or not given:
             raise bad_request(
-                'tool_choice must be none, auto, required or {"type": "function", "name": "…"}, of a custom tool with type custom',
+                'tool_choice of type allowed_tools must have a mode, auto or required, and tools: [{"type": "function", "name": "…"}, …]',
                 "tool_choice",
             )
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        allowed = {"mode": choice["mode"], "tools": [_named(tool) for tool in given]}
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+    elif isinstance(choice, Mapping):
+        fields["tool_choice"] = _named(choice)
     elif choice is not None and (request.tools or choice not in ("auto", "none")):
         fields["tool_choice"] = choice
     return fields
+
+
+def _named(choice: Any) -> dict[str, Any]:
+    """A tool_choice that names a tool, or one of those that may be called, as chats have it."""
+    is_named = (
+        isinstance(choice, Mapping) and choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str)
+    )
+    if not is_named:
+        raise bad_request(
+            'tool_choice must be none, auto, required, {"type": "function", "name": "…"}, of a custom tool with type custom, or of type '
+            "allowed_tools with mode and tools",
+            "tool_choice",
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 def _as_function(given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from server.logprobs import LogprobWriter
 from server.openapi import json_body
 from server.options import ChatOptions
 from server.prompts import check_max_tokens
-from server.protocol.chat import ChatCompletionRequest, Message, NamedToolChoice
+from server.protocol.chat import AllowedToolChoice, ChatCompletionRequest, Message, NamedToolChoice
 from server.protocol.common import engine_options
 from server.sampling import check_xargs, constraint_param, sampling_params
 from server.sse import EventStream, unless_disconnected
@@ -99,7 +99,7 @@ def to_conversation(body: ChatCompletionRequest, context: ServerContext, request
         params=params,
         beam_search=search,
         request_id=f"chatcmpl-{request_id}",
-        tools=None if body.tools is None else [tool.model_dump(exclude_none=True) for tool in body.tools],
+        tools=_tools(body),
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning,
@@ -189,8 +189,21 @@ def check_template(template: str | None, kwargs: Mapping[str, Any] | None, optio
         raise bad_request(f"chat_template has more than {MAX_TEMPLATE_CHARACTERS} characters", "chat_template")
 
 
+def _tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """The tools that the model may know: those that a choice among some of them allows."""
+    tools = body.tools
+    if tools is not None and isinstance(body.tool_choice, AllowedToolChoice):
+        allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
+        if missing := allowed - {tool.function.name for tool in tools}:
+            raise bad_request(f"tool_choice names the function {min(missing)[:64]!r}, which tools lacks", "tool_choice")
+        tools = [tool for tool in tools if tool.function.name in allowed]
+    return None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools]
+
+
 def _tool_choice(body: ChatCompletionRequest) -> AskedChoice | None:
     choice = body.tool_choice
+    if isinstance(choice, AllowedToolChoice):
+        return choice.allowed_tools.mode
     return choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
 
 

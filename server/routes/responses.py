@@ -16,6 +16,7 @@ from server.named_events import encoded, named_event, named_events
 from server.openapi import json_body
 from server.owner import owner_of
 from server.protocol.responses import ResponsesRequest
+from server.responses.input_items import Order, page_of
 from server.responses.service import ResponsesService, Run
 from server.responses.store import ResponseStore
 from server.sse import EventStream, unless_disconnected
@@ -67,6 +68,19 @@ async def retrieve_response(
     if stream:
         return _event_stream(context_of(request), service.events(response_id, owner_of(request), starting_after))
     return _reply(service.retrieve(response_id, owner_of(request)))
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Order = "desc",
+) -> Response:
+    """The input items of a stored response, page by page."""
+    items = _service_of(request).input_items(response_id, owner_of(request))
+    return _reply(page_of(items, after=after, limit=limit, order=order))
 
 
 @router.post("/v1/responses/{response_id}/cancel")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from server.body import read_body
 from server.chat_service import Conversation
 from server.context import ServerContext, context_of
-from server.errors import bad_request
+from server.errors import bad_request, shortened
 from server.openapi import json_body
 from server.prompts import check_text_length, encode_prompt
 from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -50,7 +50,9 @@ async def detokenize(request: Request) -> dict[str, Any]:
         raise bad_request(f"tokens has {len(ids)} ids, at most {context.engine.max_model_len} are possible", "tokens")
     if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
         wrong = next(id for id in ids if not 0 <= id < len(tokenizer))
-        raise bad_request(f"tokens has the id {str(wrong)[:20]}; the vocabulary has 0 to {len(tokenizer) - 1}", "tokens")
+        raise bad_request(
+            f"tokens has the id {shortened(str(wrong), 20)}; the vocabulary has 0 to {len(tokenizer) - 1}", "tokens"
+        )
     return {"prompt": await context.work.run(in_one_piece(tokenizer.decode, ids))}
 
 

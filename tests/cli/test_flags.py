@@ -141,6 +141,18 @@ def test_wrong_usage_exits_with_2_and_says_what_is_wrong(
     assert shown.out == ""
 
 
+def test_a_list_of_several_words_is_told_how_lists_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser("test", "")
+    parser.add_flags(engine_flags())
+    for word, message in (
+        ("512", "unexpected argument '512'; join numbers by commas: 8,64\n"),
+        ("x", "unexpected argument 'x'\n"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse(["--token-buckets", "64", word])
+        assert message in capsys.readouterr().err
+
+
 def test_file_values_are_checked_like_text() -> None:
     known = all_flags()
     assert read_value(known["max_num_seqs"], "1k") == 1000

@@ -5,11 +5,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import ending_with_parent
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--max-num-seqs", "3", "--max-num-batched-tokens", "32")
@@ -27,7 +28,7 @@ def start(cache: Path, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAXLLM_")}
     environment |= {"JAXLLM_CACHE_DIR": str(cache), "JAX_NUM_CPU_DEVICES": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", CODE, *arguments],
+        ending_with_parent.python("-c", CODE, *arguments),
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,

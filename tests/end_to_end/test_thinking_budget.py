@@ -12,6 +12,7 @@ from jaxllm.structured_outputs import StructuredOutputsParams
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.thinking import ThinkingBudget
 from tests.helpers import engines
+from tests.helpers.fake_copies import AlwaysWorth
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -148,3 +149,41 @@ def test_a_token_in_flight_is_not_forced_again_for_a_masked_request_that_comes(c
         answers = engines.run(core, [thinks("a", budget)], after_step=add)
         assert answers["a"].tokens == alone[f"open {budget}"].tokens
         assert answers[later.request_id].tokens == alone[later.request_id].tokens
+
+
+def tokens_of(answers: dict[str, engines.Answer]) -> dict[str, list[int]]:
+    return {name: answer.tokens for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_the_tokens_are_the_same_where_running_requests_start_over(core, vocabulary, alone, max_in_flight):
+    requests = several(vocabulary)
+    some = [requests[0], *requests[3:5], requests[-1]]
+    for num_steps in range(8):
+        engines.reschedule(core, max_in_flight=max_in_flight)
+
+        def reset(step: int, answers: dict[str, engines.Answer], at: int = num_steps) -> None:
+            if step % 8 == at:
+                assert core.reset_prefix_cache(reset_running_requests=True)
+
+        assert tokens_of(engines.run(core, some, after_step=reset)) == {
+            each.request_id: alone[each.request_id].tokens for each in some
+        }
+
+
+def test_the_tokens_are_the_same_where_blocks_come_back_from_host_memory(directory, vocabulary, alone):
+    options = {
+        "tokenizer": str(directory),
+        "block_size": 8,
+        "num_gpu_blocks_override": 12,
+        "max_model_len": 80,
+        "watermark": 0.0,
+    }
+    core = engines.make_core("llama_gqa", kv_offloading_size=0.02, warmup="lazy", **options)
+    (tier,) = core.scheduler.cache_manager.loading.tiers
+    tier._worth, tier._min_tokens = AlwaysWorth(), 1
+    for _ in range(3):
+        answers = engines.run(core, several(vocabulary))
+        assert tokens_of(answers) == tokens_of(alone)
+    assert any(answer.num_preemptions for answer in answers.values()) and core.stats().num_loaded_blocks
+    core.shutdown()

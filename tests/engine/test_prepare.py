@@ -85,6 +85,26 @@ def test_by_default_states_by_row_take_at_most_a_quarter_of_the_device(caplog):
 
 
 @pytest.mark.parametrize(
+    ("given", "max_num_seqs", "on_gpu", "sizes"),
+    [
+        ((1, 4, 64), 64, True, (8, 64)),
+        ((1,), 64, True, (8,)),
+        ((1, 2), 4, True, (4,)),
+        ((8, 16), 64, True, (8, 16)),
+        ((1, 4, 64), 64, False, (1, 4, 64)),
+    ],
+)
+def test_on_a_gpu_decodes_of_a_few_rows_run_as_ones_of_eight(caplog, given, max_num_seqs, on_gpu, sizes):
+    directory = goldens.golden("llama_gqa").directory
+    options = {"model": str(directory), "decode_buckets": given, "max_num_seqs": max_num_seqs}
+    config, _ = resolve_sizes(EngineConfig.from_options(**options), directory, device_bytes=8 << 20 if on_gpu else None)
+    assert config.compile.decode_buckets == sizes
+    assert (f"decode_buckets has {given[0]}: steps of fewer than {sizes[0]} rows run as ones" in caplog.text) == (
+        sizes != given
+    )
+
+
+@pytest.mark.parametrize(
     ("name", "gibibytes", "options", "beside_decodes", "alone"),
     [
         ("llama_gqa", 64, {}, 3072, 8192),

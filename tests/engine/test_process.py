@@ -229,7 +229,33 @@ def test_two_clients_may_use_the_same_ids_and_share_metrics(shared: Served, monk
     run(main())
 
 
-def test_metrics_that_a_client_shared_before_it_was_asked_do_not_answer_a_scrape(shared: Served) -> None:
+def test_a_client_that_does_not_answer_holds_up_one_scrape_alone(shared: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        stopped = shared.client(1)
+        await stopped.ready()
+        await stopped.call(messages.ShareMetrics([Counter("jaxllm:test_stopped", {}, "", 7)]))
+
+        def seen(metrics: list[Any]) -> list[float]:
+            return [metric.value for metric in metrics if metric.name == "jaxllm:test_stopped"]
+
+        async with shared.connected(0) as llm:
+            monkeypatch.setattr(process_core, "SHARE_SECONDS", 0.05)
+            assert seen(await llm.get_metrics()) in ([], [7])  # it waits as long as it may
+            await llm.call_core("is_paused")  # so the engine has been asked
+            await asyncio.sleep(1.1)
+            monkeypatch.setattr(process_core, "SHARE_SECONDS", 600.0)
+            async with asyncio.timeout(60):
+                assert seen(await llm.get_metrics()) == [7]
+        stopped.close()
+
+    run(main())
+
+
+def test_metrics_that_a_client_shared_before_it_was_asked_do_not_answer_a_scrape(
+    shared: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_core, "SHARE_SECONDS", 30.0)  # a busy machine may take more than a second
+
     def share(client: EngineClient, count: int, asked: int) -> asyncio.Future[Any]:
         own = [Counter("jaxllm:test_shared", {}, "", count)]
         return client.call(messages.ShareMetrics(own, asked=asked))

@@ -5,13 +5,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.helpers import ending_with_parent
 from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ class ServerProcess:
         environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.temporary), "JAX_PLATFORMS": "cpu"}
         with self.errors.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, *arguments],
+                ending_with_parent.python(*arguments),
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,

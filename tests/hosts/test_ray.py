@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.hosts import with_ray
 from jaxllm.hosts.follower import follow
+from tests.helpers import ending_with_parent
 from tests.helpers.serve_processes import serving
 from tests.helpers.tiny_tokenizers import write_tokenizer
 from tests.helpers.waiting import wait_until
@@ -62,7 +62,7 @@ def test_ray_starts_the_other_host_and_its_death_ends_the_engine(cluster, direct
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "JAX_NUM_CPU_DEVICES": "2"}
     with (directory / "errors").open("w") as errors:
         host = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.host_scenario", str(directory), json.dumps(options)],
+            ending_with_parent.python("-m", "tests.helpers.host_scenario", str(directory), json.dumps(options)),
             env={**environment, "RAY_ADDRESS": cluster.address, "SOME_API_KEY": "secret"},
             cwd=ROOT,
             stdout=subprocess.PIPE,

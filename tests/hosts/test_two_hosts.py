@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
-from tests.helpers import goldens, host_scenario, image_scenario, pictures, rank_scenario, stage_scenario
+from tests.helpers import ending_with_parent, goldens, host_scenario, image_scenario, pictures, rank_scenario, stage_scenario
 from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +28,7 @@ def start(*arguments: str, num_devices: int, errors: Path) -> "subprocess.Popen[
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(num_devices)}
     with errors.open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, *arguments],
+            ending_with_parent.python(*arguments),
             env=environment,
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -78,7 +78,7 @@ def test_a_first_leg_that_fails_behind_its_second(cause: str, policy: Any) -> No
             fleet.clients[0].on_failed(Failed("a step failed"))  # type: ignore[attr-defined]
         else:
             fleet.clients[0].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
-        assert not fleet.core._legs and not fleet.core._leg_of
+        assert not fleet.core.first_legs
         if policy == "recompute":
             assert not fleet.clients[2].aborted and not fleet.listener.failures and not fleet.listener.outputs
             answer(fleet, reason=FinishReason.STOP)

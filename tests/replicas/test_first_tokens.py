@@ -196,7 +196,7 @@ class Cores:
                     client.step(1000 if seed is None else rng.randrange(4))
             else:
                 raise AssertionError("not done")
-            known = (router._legs, router._leg_of, router._unfetched, router._begun)
+            known = (router.first_legs, router.second_legs)
             assert not any(known) and not any(router.balancer.num_requests(rank) for rank in (PREFILL, DECODE))
             for client in clients:
                 client.core.check_integrity()
@@ -339,7 +339,8 @@ def test_requests_of_all_kinds_are_those_of_one_engine(cores: Cores, grammar_of:
 
 def random_requests(rng: random.Random, grammar_of: Any, count: int) -> tuple[list[EngineCoreRequest], dict[str, int]]:
     """Requests of random kinds, some of them answers to one prompt; and tokens at which callers end some."""
-    kinds = [kind for kind in kinds_of(grammar_of) if kind.thinking_budget is None]
+    kinds = kinds_of(grammar_of)
+    kinds += 2 * [kind for kind in kinds if kind.thinking_budget or kind.grammar]  # these meet in steps
     requests: list[EngineCoreRequest] = []
     stops: dict[str, int] = {}
     for number in range(count):

@@ -148,7 +148,7 @@ class Fleet:
 
     def is_idle(self) -> bool:
         """Whether nothing is known of any request."""
-        known = (self.core._legs, self.core._leg_of, self.core._unfetched, self.core._begun)
+        known = (self.core.first_legs, self.core.second_legs)
         return not any(known) and not any(self.core.balancer.num_requests(rank) for rank in range(4))
 
     def ids(self, rank: int) -> list[str]:
@@ -328,7 +328,7 @@ def test_where_prefill_fails_the_decode_engine_computes_the_prompt(cause: str) -
         elif cause == "dead":
             client.on_dead(EngineDeadError("killed"))
         assert [each for decode in fleet.clients[2:] for each in decode.sent] == [request]
-        assert not fleet.listener.failures and not fleet.listener.refusals and not fleet.core._legs
+        assert not fleet.listener.failures and not fleet.listener.refusals and not fleet.core.first_legs
         if cause == "dead":
             fleet.core.add(request_of("b", list(LONG)))
             assert fleet.ids(1) == ["b-prefill"]
@@ -367,7 +367,7 @@ def test_with_the_policy_fail_the_error_of_a_first_leg_is_that_of_its_requests(c
             ((error, ids),) = listener.failures
             assert isinstance(error, ReplicaLostError) and ids == ["a", "b"]
         assert not any(decode.sent for decode in fleet.clients[2:])
-        assert not fleet.core._legs and not fleet.core._leg_of and not fleet.core.balancer.num_requests(0)
+        assert not fleet.core.first_legs and not fleet.core.balancer.num_requests(0)
         client.refuses = None
         fleet.core.add(request_of("c", LONG[1:]))
         assert "c-prefill" in fleet.ids(0) + fleet.ids(1)
@@ -390,7 +390,7 @@ def test_a_refusal_of_one_second_leg_sends_none_of_the_other_answers() -> None:
             fleet.clients[rank].refuses = EngineError("full")
         fleet.end(0, "0_a-prefill", kv_transfer_params=TO_DECODE)
         assert refused == ["0_a"]
-        assert not fleet.core._legs and not fleet.core._leg_of
+        assert not fleet.core.first_legs
         assert [fleet.core.balancer.num_requests(rank) for rank in range(4)] == [0] * 4
 
     with_fleet(test)
@@ -404,7 +404,7 @@ def test_a_request_whose_time_is_up_or_whose_adapter_is_gone_ends_with_its_first
         fleet.end(0, "0_a-prefill", FinishReason.ERROR, stop_reason="too late", error_kind=kind)
         told = [(each.request_id, each.finish_reason, each.stop_reason, each.error_kind) for each in fleet.listener.outputs]
         assert told == [(f"{place}_a", FinishReason.ERROR, "too late", kind) for place in range(2)]
-        assert not fleet.ids(2) + fleet.ids(3) and not fleet.core._leg_of
+        assert not fleet.ids(2) + fleet.ids(3) and not fleet.core.first_legs
 
     with_fleet(test)
 
@@ -501,7 +501,7 @@ def test_the_lease_of_a_second_leg_that_does_not_fetch_is_ended(cause: str) -> N
         elif cause == "aborted":  # the decode engine ends it
             fleet.core.abort(["a"])
         assert clients[0].ended_leases == ([] if cause in ("fetched", "aborted") else [PULLED])
-        assert not any(client.ended_leases for client in clients[1:]) and not fleet.core._unfetched
+        assert not any(client.ended_leases for client in clients[1:]) and not fleet.core.second_legs
 
     with_fleet(test)
 
@@ -606,11 +606,11 @@ def test_without_a_first_token_the_decode_engine_that_waits_for_it_draws_one(cau
             assert not any(decode.continued for decode in fleet.clients[2:])
             client.silent_seconds = 11.0
             fleet.core._watch(0)
-            assert client.aborted == ["a-prefill"] and "b-prefill" in fleet.core._legs, "nothing fetches of that one"
+            assert client.aborted == ["a-prefill"] and "b-prefill" in fleet.core.first_legs, "nothing fetches of that one"
             fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)  # it goes on after all
             assert client.ended_leases == [PULLED]
         assert [each for decode in fleet.clients[2:] for each in decode.continued] == [("a", [])]
-        assert not fleet.listener.outputs and not fleet.core._begun
+        assert not fleet.listener.outputs and not fleet.core.second_legs.take_begun(["a"])
 
     with_fleet(test)
 
@@ -644,7 +644,7 @@ def test_a_request_whose_first_token_was_passed_on_runs_again_behind_it(early: b
         request, rank = fleet.begin("a", early=early)
         other = 5 - rank
         fleet.clients[rank].on_dead(EngineDeadError("killed"))  # type: ignore[attr-defined]
-        assert not fleet.listener.failures and not fleet.core._begun
+        assert not fleet.listener.failures and not fleet.core.second_legs
         leg = fleet.clients[0].sent[-1]
         assert leg.request_id == "a-prefill" and leg.output_token_ids == (), "it computes the prompt"
         fleet.end(0, "a-prefill", kv_transfer_params=TO_DECODE)

@@ -62,6 +62,21 @@ def test_a_gpu_whose_programs_may_be_compiled_later_keeps_room_to_time_the_large
     assert blocks == {"all": 12, "lazy": 12 - -(-room // 4096)}
 
 
+def test_no_room_is_kept_to_time_the_product_of_a_head_in_tiles(monkeypatch):
+    monkeypatch.setattr(memory.jax, "default_backend", lambda: "gpu")
+    config = EngineConfig.from_options(**engines.SMALL, warmup="lazy")
+    model = load_model_config(goldens.FOLDER / "llama_gqa", quantize_lm_head="int8").for_tensor_parallel(1)
+    model = replace(model, vocab_size=4096, padded_vocab_size=4096)
+    head, layer = (memory.tuning_bytes(config, model, has_head=has_head) for has_head in (True, False))
+    assert head > 4096 * 64 * 4 > 4 * layer > 0
+    device = Device(0, memory._other_bytes(Topology()) + head + 4 * 4096)
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [device])
+    most = 4 * 7 + 1  # all that requests can use
+    for each, num_blocks in ((model, 4), (model.in_tiles(), min(most, (head - layer) // 4096 + 4))):
+        plan = memory_plan(config, model, weight_bytes=0, work_bytes=0, widened=Widened.of(build_model(each)))
+        assert plan.num_blocks == num_blocks
+
+
 def test_on_a_cpu_the_cache_takes_a_quarter_of_the_memory_and_no_more_than_weights_leave(monkeypatch):
     monkeypatch.setattr(memory, "_machine_bytes", lambda: 2 << 20)
     config = EngineConfig.from_options(**{**engines.SMALL, "max_num_seqs": 64}, tensor_parallel_size=2)
@@ -131,7 +146,7 @@ def test_a_step_has_room_for_the_weights_that_products_widen(golden, num_values)
     assert packed - plain >= num_values * 4
     in_tiles = build_model(models[1].for_tensor_parallel(1).in_tiles())
     assert estimate_work_bytes(config, models[1], GPU, widened=Widened.of(in_tiles)) == plain
-    assert Widened.of(build_model(models[1])) == (True, golden == "qwen3_moe", False)
+    assert Widened.of(build_model(models[1])) == (True, golden == "qwen3_moe", False, False)
 
 
 def test_a_plan_has_no_room_for_weights_in_tiles():

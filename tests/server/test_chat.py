@@ -142,6 +142,36 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: Client, fields: dict
         assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
 
 
+@pytest.mark.parametrize("choice", ["any", {}, 3, {"type": "allowed_tools"}, {"type": "function", "name": "weather"}], ids=str)
+def test_a_field_of_several_forms_says_which_there_are(client: Client, choice: Any) -> None:
+    error = client.chat(tools=TOOLS, tool_choice=choice).json()["error"]
+    assert error["message"].startswith("tool_choice: must be none, auto, required, {") and error["param"] == "tool_choice"
+    assert error["message"].count("tool_choice") == 1
+    for prompt in (None, {}, [1, "a"], 3):
+        message = client.complete(prompt=prompt).json()["error"]["message"]
+        assert message.startswith("prompt: must be a text, a list of token ids, or")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object is False"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is not valid JSON"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
+            "response_format at #/type",
+        ),
+    ],
+)
+def test_errors_of_constraints_name_the_field_that_was_sent(client: Client, fields: dict[str, Any], message: str) -> None:
+    assert client.chat(**fields).json()["error"]["message"].startswith(message)
+
+
+def test_an_id_that_is_no_token_is_shown_as_far_as_it_fits(client: Client) -> None:
+    message = client.post("/detokenize", {"tokens": [2**70]}).json()["error"]["message"]
+    assert "the id 1180591620717411303…" in message
+
+
 def test_it_waits_in_the_queue_no_longer_than_the_server_allows(engine: AsyncLLM, core: FakeEngineCore) -> None:
     with Client(create_app(engine, options(queue_timeout=30))) as client:
         for ask in (client.chat, client.complete):

@@ -38,6 +38,29 @@ def test_a_whole_call_ends_as_openai_says(caller: tuple[Client, int], choice: An
     assert chunks[-1]["choices"][0]["finish_reason"] == wanted
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_among_some_tools_is_one_among_these_alone(caller: tuple[Client, int], mode: str) -> None:
+    client, _ = caller
+    two = [*TOOLS, {"type": "function", "function": {"name": "time"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
+    found, wanted = (client.chat(tools=tools, tool_choice=choice).json() for tools, choice in ((two, choice), (TOOLS, mode)))
+    assert found["usage"]["prompt_tokens"] == wanted["usage"]["prompt_tokens"]
+    assert found["choices"][0]["finish_reason"] == "tool_calls" == wanted["choices"][0]["finish_reason"]
+    asked = {
+        "input": "hi",
+        "tools": [{"type": "function", **tool["function"]} for tool in two],
+        "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weather"}]},
+    }
+    response = client.post("/v1/responses", asked).json()
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+    assert response["tool_choice"] == asked["tool_choice"] and len(response["tools"]) == 2
+    assert response["usage"]["input_tokens"] == wanted["usage"]["prompt_tokens"]
+    two[1]["function"]["name"] = "clock"
+    choice["allowed_tools"]["tools"] = [NAMED, {"type": "function", "function": {"name": "time"}}]
+    reply = client.chat(tools=two, tool_choice=choice)
+    assert reply.status_code == 400 and "'time', which tools lacks" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
 def test_a_call_that_is_cut_ends_with_length_and_without_its_markup(caller: tuple[Client, int], choice: Any) -> None:
     client, num_tokens = caller

@@ -125,6 +125,9 @@ def test_fields_become_those_of_a_chat() -> None:
         {"tools": [{"type": "web_search"}]},
         {"tools": [{"type": "function"}]},
         {"tool_choice": {"type": "hosted"}},
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+        {"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [{"type": "function", "name": "f"}]}},
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]}},
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any]) -> None:

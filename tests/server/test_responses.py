@@ -57,6 +57,39 @@ def test_a_text_is_answered(client: Client) -> None:
     assert usage["output_tokens"] == 4
 
 
+def test_what_a_response_answered_is_listed_page_by_page(client: Client) -> None:
+    first = respond(client, input="one").json()
+    given = [
+        {"role": "user", "content": [{"type": "input_text", "text": "two"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+        {"role": "assistant", "content": "four"},
+    ]
+    second = respond(client, input=given, previous_response_id=first["id"]).json()
+    path = f"/v1/responses/{second['id']}/input_items"
+    whole = client.get(f"{path}?order=asc").json()
+    assert (whole["object"], whole["has_more"]) == ("list", False)
+    types = [item["type"] for item in whole["data"]]
+    assert types == ["message", "message", "message", "function_call", "function_call_output", "message"]
+    assert whole["data"][0]["content"] == [{"type": "input_text", "text": "one"}] and whole["data"][1] == first["output"][0]
+    assert whole["data"][-1]["content"] == [{"type": "output_text", "text": "four", "annotations": []}]
+    ids = [item["id"] for item in whole["data"]]
+    assert len({*ids}) == 6 and (whole["first_id"], whole["last_id"]) == (ids[0], ids[-1])
+    found: list[Any] = []
+    while True:
+        after = f"&after={found[-1]}" if found else ""
+        page = client.get(f"{path}?limit=4{after}").json()
+        found += [item["id"] for item in page["data"]]
+        if not page["has_more"]:
+            break
+    assert found == ids[::-1]
+    assert client.get(f"{path}?after=x").status_code == client.get(f"{path}?limit=0").status_code == 400
+    client.request("DELETE", f"/v1/responses/{first['id']}")
+    assert len(client.get(path).json()["data"]) == 4
+    client.request("DELETE", f"/v1/responses/{second['id']}")
+    assert client.get(path).status_code == 404
+
+
 def test_a_stream_ends_with_the_response_that_is_stored(client: Client) -> None:
     events = named_events(respond(client, stream=True))
     assert events[0]["type"] == "response.created"

@@ -117,6 +117,7 @@ class RemotePrefills:
         """Its blocks are loaded, or are computed here."""
         if self._waiting.pop(request.request_id, None) is not None:
             self._store.detach(request.request_id)
+            request.may_try_again &= not self._fails
 
     def release(self, request: Request) -> None:
         if request.status.is_finished:

@@ -274,6 +274,24 @@ def test_a_request_waits_for_its_first_token_and_computes_what_does_not_come(pai
         runner.core.check_integrity()
 
 
+@pytest.mark.parametrize("fault", [poison, lambda pair: damage(pair, "")], ids=["NaN", "bits"])
+def test_wrong_blocks_of_a_prompt_that_is_computed_are_replaced_or_fail(pair: Pair, fault: Callable[[Pair], None]) -> None:
+    """All come after the prefill engine has ended its part, and as it wrote them."""
+    for decode in (pair.decode, pair.failing):
+        prompt = pair.prompt()
+        params = pair.prefill.prefill(prompt)
+        fault(pair)
+        tokens, last = decode.decode(prompt, params)
+        wanted = pair.one.run(prompt)[0]
+        if decode is pair.decode:
+            assert tokens == wanted and last.num_cached_tokens == 0
+        else:
+            assert not tokens and last.finish_reason is FinishReason.ERROR
+        assert decode.run(prompt)[0] == wanted, "what was wrong is found again"
+        wait_until(pair.is_idle)
+        pair.prefill.core.reset_prefix_cache()
+
+
 def test_a_damaged_block_is_computed(pair: Pair) -> None:
     prompt = pair.prompt()
     leg, params = pair.begin(prompt)

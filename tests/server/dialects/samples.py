@@ -22,6 +22,26 @@ TOOLS = (
     Tool("get_time"),
 )  # fmt: skip
 
+_STOP = {"city": {"type": "string"}, "days": {"type": "integer"}, "late": {"type": "boolean"}}
+PLAN = Tool(
+    "plan",
+    {
+        "type": "object",
+        "properties": {
+            "trip": {
+                "type": "object",
+                "properties": {**_STOP, "tags": {"type": "array", "items": {"type": "string"}}},
+            },
+            "stops": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/stop"}, {"type": "null"}]}},
+            "sizes": {"type": "array", "items": {"$ref": "#/$defs/size"}},
+            "by_name": {"type": "object", "additionalProperties": {"type": "number"}},
+            "text": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+        },
+        "$defs": {"stop": {"type": "object", "properties": _STOP}, "size": {"type": "integer"}},
+    },
+)
+"""Its arguments have members and items of their own types."""
+
 
 @dataclass
 class Message:
@@ -350,6 +370,28 @@ SAMPLES = {
         "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:<escape>3<escape>}<end_function_call>",
         CODE,
         PARIS,
+    ),
+    "functiongemma quotes values within others": calls_in(
+        "functiongemma",
+        "<start_function_call>call:plan{trip:{city:<escape>3<escape>,days:<escape>3<escape>,tags:[<escape>1<escape>],note:<escape>4<escape>},"
+        "stops:[{days:<escape>2<escape>,late:<escape>True<escape>},<escape>null<escape>],sizes:[<escape>1<escape>,2],"
+        "by_name:{a:<escape>0.5<escape>}}<end_function_call>",
+        (
+            "plan",
+            '{"trip": {"city": "3", "days": 3, "tags": ["1"], "note": "4"}, "stops": [{"days": 2, "late": true}, null], "sizes": [1, 2], '
+            '"by_name": {"a": 0.5}}',
+        ),
+        tools=[PLAN],
+    ),
+    "functiongemma writes objects as Python does": calls_in(
+        "functiongemma",
+        "<start_function_call>call:plan{trip:<escape>{'city': 'é\"', 'days': 3, 'x': None}<escape>,stops:<escape>[{'late': True}]<escape>,"
+        "sizes:<escape>[1, 2<escape>,text:<escape>{'a': 1}<escape>}<end_function_call>",
+        (
+            "plan",
+            '{"trip": {"city": "é\\"", "days": 3, "x": null}, "stops": [{"late": true}], "sizes": "[1, 2", "text": "{\'a\': 1}"}',
+        ),
+        tools=[PLAN],
     ),
     "gemma 4 quotes strings alone": calls_in(
         "gemma4", GEMMA4 % ("get_weather", 'city:<|"|>3<|"|>,days:<|"|>3<|"|>'), ("get_weather", '{"city": "3", "days": "3"}')
