@@ -104,9 +104,9 @@ class EngineLoop:
         self._metrics_of_gone: list[Metric] = []
         self._num_gatherings = 0
         self._gatherings: list[_Gathering] = []
+        """Calls for the metrics of all API servers."""
         self._silent: set[str] = set()
         """API servers that did not answer the latest question in time. Until they share again none waits for them."""
-        """Calls for the metrics of all API servers, numbered, each with those that have not shared theirs since."""
         self._stopping = False
         self._held_by: set[str] | None = None
         """While the engine drains: API servers that have not released it."""
