@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
-from pallas_kernels.delta_decode.window import moved_on, window_of
+from pallas_kernels.delta_decode.window import moved_on, unless_padding, window_of
 
 
 def supports(*, platform: str, key_dim: int, value_dim: int, interpret: bool = False) -> bool:
@@ -45,6 +45,7 @@ def delta_decode(
 
     out_RKGV *= jax.lax.rsqrt(jnp.mean(jnp.square(out_RKGV), axis=-1, keepdims=True) + eps) * norm_weight_V.astype(jnp.float32)
     out_RKGV *= jax.nn.sigmoid(z_RKGV) if gate == "sigmoid" else jax.nn.silu(z_RKGV)
+    state_RKGHV = unless_padding(state_RKGHV, row_R, state_NKGHV)
     states = moved_on(window_RKJC, conv_state_NKjC, row_R), state_NKGHV.at[row_R].set(state_RKGHV)
     return out_RKGV.astype(qkvz_RKC.dtype), *states
 

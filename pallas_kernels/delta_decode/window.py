@@ -17,4 +17,10 @@ def window_of(x_RKC: jax.Array, conv_state_NKjC: jax.Array, row_R: jax.Array, is
 
 def moved_on(window_RKJC: jax.Array, conv_state_NKjC: jax.Array, row_R: jax.Array) -> jax.Array:
     """The states after the step."""
-    return conv_state_NKjC.at[row_R].set(window_RKJC[:, :, 1:])
+    return conv_state_NKjC.at[row_R].set(unless_padding(window_RKJC[:, :, 1:], row_R, conv_state_NKjC))
+
+
+def unless_padding(after_R: jax.Array, row_R: jax.Array, state_N: jax.Array) -> jax.Array:
+    """What each row leaves in the states, zeros of padding: its rows write to the same place, in any order."""
+    is_padding_R = row_R == len(state_N) - 1
+    return jnp.where(is_padding_R.reshape(-1, *(1,) * (after_R.ndim - 1)), 0, after_R)
