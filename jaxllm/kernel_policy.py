@@ -39,6 +39,8 @@ class KernelPolicy:
     max_concurrent_rows: int = 0
     """Up to so many rows the branches of a layer (`ModelConfig.has_branches`) are computed concurrently: their kernels are so short that
     the device is not busy."""
+    max_joined_rows: int = 0
+    """Up to so many rows one kernel computes all between the products of linear attention (`pallas_kernels/delta_decode`)."""
     max_weight_only_rows: int = 0
     """Up to so many rows products with fp8 weights take activations as they are, in place of fp8: to find scales takes longer than fp8
     products save. Not more than `max_triton_rows`: cuBLAS needs the whole weight in the type of the activations."""
@@ -63,6 +65,10 @@ class KernelPolicy:
         """Whether products of so many rows take them as they are, where weights are of 8-bit floats."""
         return num_rows <= self.max_weight_only_rows
 
+    def is_joined(self, num_rows: int) -> bool:
+        """Whether one kernel computes all between the products of linear attention, in a decode of so many rows."""
+        return num_rows <= self.max_joined_rows
+
     def in_program(self, size: int) -> "KernelPolicy":
         """This policy for all that a program of this size computes, also of fewer rows: without Triton products none are weight-only."""
         return replace(self, max_weight_only_rows=0) if size > self.max_triton_rows else self
@@ -79,9 +85,13 @@ class KernelPolicy:
         """Whether each device that splits prompts computes a share of a step's tokens, rather than all."""
         return num_tokens >= self.min_shared_tokens
 
+    def has_concurrent_branches(self, num_rows: int) -> bool:
+        """Whether the branches of a layer are computed concurrently, in a decode of so many rows on one GPU."""
+        return num_rows <= self.max_concurrent_rows
+
     def branch_options(self, num_rows: int) -> dict[str, str | bool]:
         """XLA's options for a decode of so many rows, on one GPU, of a model whose layers have branches."""
-        return CONCURRENT if num_rows <= self.max_concurrent_rows else {}
+        return CONCURRENT if self.has_concurrent_branches(num_rows) else {}
 
     def compiler_options(self, size: int) -> dict[str, str | bool]:
         """XLA's options for a GPU that depend on the size of a program: its tokens, or its rows where each computes one."""
@@ -106,6 +116,7 @@ GPU = KernelPolicy(
     # 32 rows both take about as long.
     max_weight_only_rows=16,
     max_concurrent_rows=16,
+    max_joined_rows=16,
 )
 CPU = KernelPolicy(
     # XLA computes products of two rows on a CPU about as fast as of four.

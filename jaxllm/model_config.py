@@ -163,6 +163,11 @@ class ModelConfig(ServedModel):
         return bool(self.delta_nets) or any(part.shared is not None for part in self.mixtures)
 
     @property
+    def has_concurrent_branches(self) -> bool:
+        """Whether such kernels may run concurrently on one GPU: those for weights in 4 and 8 bits have done so on none."""
+        return self.has_branches and not self.formats
+
+    @property
     def kv_format(self) -> WeightFormat | None:
         """The format of the checkpoint's scales for an fp8 cache, which keys and values are divided by; None: it says nothing of one."""
         return next((found for format in self.formats if (found := format.kv_scales) is not None), None)

@@ -8,6 +8,7 @@ from typing import Any
 
 OPS = (
     "collectives",
+    "delta_decode",
     "expert_choice",
     "gated_delta",
     "grouped_matmul",
@@ -17,6 +18,7 @@ OPS = (
     "quantize",
     "quantized_matmul",
     "rope_cache_write",
+    "router_scores",
     "sampling",
     "segment_attention",
     "state_space",

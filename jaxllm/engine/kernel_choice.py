@@ -16,6 +16,7 @@ from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.runner.memory import MemoryPlan
 from pallas_kernels import (
     collectives,
+    delta_decode,
     expert_choice,
     gated_delta,
     grouped_matmul,
@@ -25,6 +26,7 @@ from pallas_kernels import (
     quantize,
     quantized_matmul,
     rope_cache_write,
+    router_scores,
     sampling,
     segment_attention,
     state_space,
@@ -192,8 +194,8 @@ def candidates(
         is_left_out = is_plain or is_unproven or not may_quantize_by_kernels(wanted, on_gpu=on_gpu)
         found["quantize"] = ("xla",) if is_left_out else _quantize_candidates(model, widths, on_gpu=on_gpu)
     if is_plain:
-        of_mixtures = ("expert_choice", "grouped_matmul") if model.mixtures else ()
-        others = ("sampling", "collectives", *of_mixtures, *(("gated_delta",) if model.delta_nets else ()))
+        of_mixtures = ("router_scores", "expert_choice", "grouped_matmul") if model.mixtures else ()
+        others = ("sampling", "collectives", *of_mixtures, *(("gated_delta", "delta_decode") if model.delta_nets else ()))
         others += ("state_space",) if model.mambas else ()
         others += (*(("lora",) if has_adapters else ()), *(("segment_attention",) if encoder else ()))
         return {**found, **dict.fromkeys(others, ("xla",))}
@@ -206,8 +208,8 @@ def candidates(
         **found,
         "sampling": sample,
         "collectives": _collectives(model, mesh, on_gpu=on_gpu),
-        **(_of_mixtures(model, mesh, expert_types, on_gpu=on_gpu) if model.mixtures else {}),
-        **({"gated_delta": _delta_candidates(model, on_gpu=on_gpu)} if model.delta_nets else {}),
+        **(_of_mixtures(model, wanted, mesh, expert_types, on_gpu=on_gpu) if model.mixtures else {}),
+        **(_of_delta_nets(model, wanted, on_gpu=on_gpu) if model.delta_nets else {}),
         **({"state_space": _state_space_candidates(model, wanted, on_gpu=on_gpu)} if model.mambas else {}),
         **({"lora": lora.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)} if has_adapters else {}),
         **({"segment_attention": _segment_candidates(model, encoder, on_gpu=on_gpu)} if encoder else {}),
@@ -248,7 +250,9 @@ def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu
     )
 
 
-def _of_mixtures(model: ModelConfig, mesh: Mesh, expert_types: Sequence[str | None], *, on_gpu: bool) -> Candidates:
+def _of_mixtures(
+    model: ModelConfig, wanted: str, mesh: Mesh, expert_types: Sequence[str | None], *, on_gpu: bool
+) -> Candidates:
     choice = _of_all(
         expert_choice.candidates(
             platform="gpu",
@@ -271,13 +275,24 @@ def _of_mixtures(model: ModelConfig, mesh: Mesh, expert_types: Sequence[str | No
         if part.has_kernels
         for weight_dtype in expert_types or (None,)
     )
-    return {"expert_choice": choice, "grouped_matmul": experts}
+    scores: tuple[str, ...] = ("xla",)
+    # It is for routers that run concurrently with the norm before them.
+    if mesh.size == 1 and model.has_concurrent_branches and _may_use("router_scores", wanted, on_gpu=on_gpu):
+        scores = router_scores.candidates(platform="gpu", width=model.hidden_size, interpret=not on_gpu)
+    return {"router_scores": scores, "expert_choice": choice, "grouped_matmul": experts}
 
 
-def _delta_candidates(model: ModelConfig, *, on_gpu: bool) -> tuple[str, ...]:
-    return _of_all(
+def _of_delta_nets(model: ModelConfig, wanted: str, *, on_gpu: bool) -> Candidates:
+    rule = _of_all(
         gated_delta.candidates(platform="gpu", key_dim=part.key_dim, interpret=not on_gpu) for part in model.delta_nets
     )
+    if not _may_use("delta_decode", wanted, on_gpu=on_gpu):
+        return {"gated_delta": rule, "delta_decode": ("xla",)}
+    decode = _of_all(
+        delta_decode.candidates(platform="gpu", key_dim=part.key_dim, value_dim=part.value_dim, interpret=not on_gpu)
+        for part in model.delta_nets
+    )
+    return {"gated_delta": rule, "delta_decode": decode}
 
 
 def _state_space_candidates(model: ModelConfig, wanted: str, *, on_gpu: bool) -> tuple[str, ...]:

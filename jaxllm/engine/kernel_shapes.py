@@ -25,6 +25,7 @@ from pallas_kernels import wide_attention
 from pallas_kernels.checking import (
     attention_at_start,
     collectives,
+    delta_decode,
     expert_choice,
     gated_delta,
     grouped_matmul,
@@ -33,6 +34,7 @@ from pallas_kernels.checking import (
     quantize,
     quantized_matmul,
     rope_cache_write,
+    router_scores,
     sampling,
     segment_attention,
     state_space,
@@ -173,10 +175,36 @@ def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     )
 
 
+def _router_scores(engine: _Engine) -> tuple[router_scores.Shapes, ...]:
+    model = engine.model
+    found = [
+        router_scores.Shapes(model.dtype, mlp.routing.num_experts, model.hidden_size, norm.eps, norm.weight_offset)
+        for mlp, norm in ((layer.mlp, layer.mlp_norm) for layer in model.layers)
+        if isinstance(mlp, MoE) and norm is not None
+    ]
+    return tuple(dict.fromkeys(found))
+
+
 def _gated_delta(engine: _Engine) -> tuple[gated_delta.Shapes, ...]:
     return tuple(
         gated_delta.Shapes(
             engine.model.dtype, part.num_key_heads // engine.tensor_parallel, part.group_size, part.key_dim, part.value_dim
+        )
+        for part in engine.model.delta_nets
+    )
+
+
+def _delta_decode(engine: _Engine) -> tuple[delta_decode.Shapes, ...]:
+    return tuple(
+        delta_decode.Shapes(
+            engine.model.dtype,
+            part.num_key_heads // engine.tensor_parallel,
+            part.group_size,
+            part.key_dim,
+            part.value_dim,
+            kernel_size=part.kernel_size,
+            gate=part.gate,
+            eps=part.norm.eps,
         )
         for part in engine.model.delta_nets
     )
@@ -325,9 +353,11 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "paged_attention": _paged_attention,
     "wide_attention": partial(_shapes_of_attention, is_wide=True),
     "rope_cache_write": _rope_cache_write,
+    "router_scores": _router_scores,
     "expert_choice": _expert_choice,
     "grouped_matmul": _grouped_matmul,
     "gated_delta": _gated_delta,
+    "delta_decode": _delta_decode,
     "state_space": _state_space,
     "lora": _lora,
     "mla_attention": _mla_attention,

@@ -18,7 +18,7 @@ from jaxllm.layers.latent_attention import MultiHeadLatentAttention
 from jaxllm.layers.lightning import LightningMixer
 from jaxllm.layers.mamba2 import Mamba2Mixer
 from jaxllm.layers.mlp import FeedForward
-from jaxllm.layers.moe import MixtureOfExperts
+from jaxllm.layers.moe import MixtureOfExperts, Unnormed
 from jaxllm.layers.norm import AnyNorm, NoNorm, make_norm
 from jaxllm.layers.runs import starts
 from jaxllm.layers.short_conv import GatedShortConv
@@ -114,6 +114,10 @@ class DecoderBlock(nnx.Module):
     def _fed_forward(self, runs: Sequence[Run], step: Step) -> list[Array | Sums]:
         assert self.mlp is not None
         normed = [normed_TD for _, normed_TD in runs]
+        if isinstance(self.mlp, MixtureOfExperts) and not self.parts.parallel:
+            sums = [Unnormed(x_TD, self.mlp_norm) for x_TD, _ in runs]
+            of_runs = zip(normed, starts(normed), sums, strict=True)
+            return [self.mlp(normed_TD, step, start, unnormed=each) for normed_TD, start, each in of_runs]
         return [self.mlp(normed_TD, step, start) for normed_TD, start in zip(normed, starts(normed), strict=True)]
 
     def _joined(

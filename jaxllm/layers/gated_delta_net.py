@@ -71,9 +71,28 @@ class GatedDelta(nnx.Module):
 
     def __call__(self, runs: Sequence[Array], step: Step) -> list[Array | Sums]:
         """The output of each of these consecutive runs of tokens [T, D]; of several devices, this one's part of the sum."""
+        qkvz_TKC, ba_TKC = (products(linear, runs, step) for linear in (self.qkvz, self.ba))
+        joined = self._in_one_kernel(qkvz_TKC, ba_TKC, step)
+        return products_by_run(self.out, self._in_parts(qkvz_TKC, ba_TKC, step) if joined is None else joined, runs, step)
+
+    def _in_one_kernel(self, qkvz_TKC: Array, ba_TKC: Array, step: Step) -> Array | None:
+        """The gated outputs of tokens [T, K, G, V]; None for a step that the kernel does not take."""
+        states = step.states
+        if step.delta_decode is None or states is None or not step.policy.is_joined(len(qkvz_TKC)) or not self.norm.is_plain:
+            return None
+        arrays, rows = states.read(self.layer), states.rows
+        if arrays is None or len(arrays) > 2 or rows.query_start_R1 is not None:  # in an engine with drafts there are more
+            return None
+        weights = self.conv[...], self.log_rate[...], self.rate_bias[...], self.norm.factor
+        options = {"gate": self.part.gate, "eps": self.norm.eps}
+        out_TKGV, *after = step.delta_decode(qkvz_TKC, ba_TKC, *weights, *arrays, rows.row_R, rows.is_new_R, **options)
+        states.write(self.layer, after)
+        return out_TKGV
+
+    def _in_parts(self, qkvz_TKC: Array, ba_TKC: Array, step: Step) -> Array:
+        """The gated outputs of tokens [T, K, G, V]."""
         part = self.part
         C = part.num_channels
-        qkvz_TKC, ba_TKC = (products(linear, runs, step) for linear in (self.qkvz, self.ba))
         qkv_TKC, z_TKC = jnp.split(qkvz_TKC, [C], axis=2)
         out_TKGV = mix_in_layer(self.layer, part, partial(self._mix, step=step), (qkv_TKC, ba_TKC), step)
 
@@ -82,8 +101,7 @@ class GatedDelta(nnx.Module):
         if step.states is not None and step.states.rows.query_start_R1 is None:
             # In a decode it runs while the kernels before the norm do, and XLA leaves the product with it to the norm's kernel.
             gate_TKGV = jax.lax.optimization_barrier(gate_TKGV)
-        out_TKGV = (self.norm(out_TKGV) * gate_TKGV).astype(qkvz_TKC.dtype)
-        return products_by_run(self.out, out_TKGV, runs, step)
+        return (self.norm(out_TKGV) * gate_TKGV).astype(qkvz_TKC.dtype)
 
     def _mix(
         self,

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import Array
 
 from jaxllm.layers.linear import Linear, PackedWeight, abstract_param, declare, precision_of
 from jaxllm.layers.mlp import FeedForward
+from jaxllm.layers.norm import AnyNorm, Normalization
 from jaxllm.layers.plain_experts import plain_experts
 from jaxllm.layers.routing import rule_of
 from jaxllm.layers.source import Module, Source, Stacked, Tensor, plain
@@ -22,6 +23,13 @@ from jaxllm.parallel.axes import MESH_AXES
 from jaxllm.parallel.shards import Shards
 from jaxllm.weight_format import ParamSpec, WeightSpec
 from pallas_kernels.quantize import scaled
+
+
+class Unnormed(NamedTuple):
+    """The sum whose norm a mixture takes, and that norm."""
+
+    x_TD: Array
+    norm: AnyNorm
 
 
 class MixtureOfExperts(nnx.Module):
@@ -90,12 +98,22 @@ class MixtureOfExperts(nnx.Module):
             else abstract_param((1, D), ("gate_up", "embed"), config.dtype, source=f"{name}.{part.shared_gate}.weight")
         )
 
-    def __call__(self, x_TD: Array, step: Step, start: int = 0, of_router_TD: Array | None = None) -> Array:
+    def __call__(
+        self,
+        x_TD: Array,
+        step: Step,
+        start: int = 0,
+        of_router_TD: Array | None = None,
+        unnormed: Unnormed | None = None,
+    ) -> Array:
         """The output; of several devices, this one's part of the sum. x are the tokens of the step from `start` on; of_router: the
-        router's input, if it is not x."""
+        router's input, if it is not x. unnormed: what x is the norm of, if that is known."""
         shards = step.shards
         routed_TD, wide = x_TD if of_router_TD is None else of_router_TD, self.part.routing.router_dtype
-        logits_TE = _scores(routed_TD if wide is None else routed_TD.astype(wide), self.router[...])
+        if unnormed is not None and of_router_TD is None and self._takes_unnormed(unnormed, step):
+            logits_TE = self._scores_of_unnormed(unnormed, step, start)
+        else:
+            logits_TE = _scores(routed_TD if wide is None else routed_TD.astype(wide), self.router[...])
         if self.router_bias is not None:
             logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
         logits_TE = step.scores(self.router_name, routed_TD, logits_TE, start)
@@ -137,6 +155,20 @@ class MixtureOfExperts(nnx.Module):
             gate_T1 = jax.lax.optimization_barrier(jax.nn.sigmoid(gate_T1).astype(x_TD.dtype))
             shared_TD = shared_TD * gate_T1
         return out_TD + shared_TD
+
+    def _takes_unnormed(self, unnormed: Unnormed, step: Step) -> bool:
+        """Whether a kernel computes the router from what enters the norm, while another computes the norm for the experts."""
+        x_TD, norm = unnormed
+        if step.router_scores is None or not step.policy.has_concurrent_branches(len(x_TD)):
+            return False
+        return isinstance(norm, Normalization) and norm.is_of_squares and self.router[...].dtype == x_TD.dtype
+
+    def _scores_of_unnormed(self, unnormed: Unnormed, step: Step, start: int) -> Array:
+        x_TD, norm = unnormed
+        assert isinstance(norm, Normalization) and norm.weight is not None and step.router_scores is not None
+        is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
+        options = {"eps": norm.eps, "weight_offset": norm.norm.weight_offset}
+        return step.router_scores(x_TD, norm.weight[...], self.router[...], is_real_T, **options)
 
     @property
     def router_name(self) -> str:

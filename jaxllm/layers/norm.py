@@ -39,6 +39,11 @@ class Normalization(nnx.Module):
         return self.norm.weighted and not (self.norm.centred or self.norm.weight_offset or self.norm.bias)
 
     @property
+    def is_of_squares(self) -> bool:
+        """Whether it is x / rms(x) * (weight + an offset)."""
+        return self.norm.weighted and not (self.norm.centred or self.norm.bias)
+
+    @property
     def factor(self) -> Array:
         """Factor of the normed values."""
         if self.weight is None:

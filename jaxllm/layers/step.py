@@ -18,8 +18,10 @@ from jaxllm.model_parts import Rope
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.weight_format import Multiply
+from pallas_kernels import delta_decode as decode_of_linear_attention
 from pallas_kernels import expert_choice
 from pallas_kernels import gated_delta as gated_delta_rule
+from pallas_kernels import router_scores as scores_of_router
 from pallas_kernels import state_space as state_space_recurrence
 from pallas_kernels.grouped_matmul import experts
 from pallas_kernels.quantize import Quantized, Sums, add_norm_quantize, quantize, scaled
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 # Traced and lowered once for all layers of a program.
 choose_experts = jax.jit(expert_choice.choose_experts, static_argnames=("rule", "implementation", "interpret"))
 compute_experts = jax.jit(experts, static_argnames=("activation", "implementation", "interpret"))
+delta_decode = jax.jit(decode_of_linear_attention.delta_decode, static_argnames=("gate", "eps", "implementation", "interpret"))
 gated_delta = jax.jit(gated_delta_rule.gated_delta, static_argnames=("implementation", "interpret"))
+router_scores = jax.jit(scores_of_router.router_scores, static_argnames=("eps", "weight_offset", "implementation", "interpret"))
 state_space = jax.jit(state_space_recurrence.state_space, static_argnames=("implementation", "interpret"))
 
 
@@ -69,6 +73,9 @@ class Step:
     shards: Shards = ONE_DEVICE
     is_real_T: Array | None = None
     """Bool: whether a token is not padding; None: all are real."""
+    router_scores: Callable[..., Array] | None = None
+    """Computes the scores of a mixture's router from what enters the norm before it: `pallas_kernels.router_scores.router_scores`; None:
+    they are computed from what leaves the norm."""
     choose_experts: Callable[..., tuple[Array, Array]] = partial(choose_experts, implementation="xla")
     """Chooses the experts of each token: `pallas_kernels.expert_choice.choose_experts`."""
     experts: Callable[..., Array] = partial(compute_experts, implementation="xla")
@@ -81,6 +88,9 @@ class Step:
     """States of layers that keep one by row; None where there are none."""
     gated_delta: Callable[..., tuple[Array, Array]] = partial(gated_delta, implementation="xla")
     """Outputs and states of the gated delta rule: `pallas_kernels.gated_delta.gated_delta`."""
+    delta_decode: Callable[..., tuple[Array, Array, Array]] | None = None
+    """Computes all between the products of linear attention, in decodes: `pallas_kernels.delta_decode.delta_decode`; None: `gated_delta`
+    does, and plain JAX around it."""
     state_space: Callable[..., tuple[Array, Array]] = partial(state_space, implementation="xla")
     """Outputs and states of Mamba-2's recurrence: `pallas_kernels.state_space.state_space`."""
     adapt: Adapt | None = None

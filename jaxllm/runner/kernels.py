@@ -16,9 +16,11 @@ OPS = (
     "mla_attention",
     "sampling",
     "collectives",
+    "router_scores",
     "expert_choice",
     "grouped_matmul",
     "gated_delta",
+    "delta_decode",
     "state_space",
     "lora",
     "quantize",
@@ -40,12 +42,17 @@ class Kernels:
     """"xla" is plain JAX (`jaxllm.sampling`)."""
     collectives: str = "xla"
     """How several devices exchange sums and logits: "peer" reads and writes the peers' memory."""
+    router_scores: str = "xla"
+    """Scores of a mixture's router from what enters the norm before it, in decodes of few rows; "xla": from what leaves the norm, in plain
+    JAX."""
     expert_choice: str = "xla"
     """Which experts of a mixture compute each token."""
     grouped_matmul: str = "xla"
     """Experts of a mixture."""
     gated_delta: str = "xla"
     """States of linear attention."""
+    delta_decode: str = "xla"
+    """All between the products of linear attention, in decodes; "xla": the ops above, and plain JAX around them."""
     state_space: str = "xla"
     """States of Mamba-2."""
     lora: str = "xla"

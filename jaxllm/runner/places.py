@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from jaxllm.cache_spec import CacheLayout, LayerPlace
 from jaxllm.kernel_policy import ALIKE, KernelPolicy
 from jaxllm.layers.row_states import Spans, StateRows
-from jaxllm.layers.step import Step, call_layer, choose_experts, compute_experts, gated_delta, state_space
+from jaxllm.layers.step import (
+    Step,
+    call_layer,
+    choose_experts,
+    compute_experts,
+    delta_decode,
+    gated_delta,
+    router_scores,
+    state_space,
+)
 from jaxllm.parallel.exchange import RankExchange
 from jaxllm.parallel.shards import Shards
 from jaxllm.runner.kernels import Kernels
@@ -230,11 +239,17 @@ def make_step(
         context,
         shards,
         places.is_real_T,
+        router_scores=None
+        if kernels.router_scores == "xla"
+        else partial(router_scores, implementation=kernels.router_scores, interpret=kernels.interpret),
         choose_experts=partial(choose_experts, implementation=kernels.expert_choice, interpret=kernels.interpret),
         experts=partial(compute_experts, implementation=kernels.grouped_matmul, interpret=kernels.interpret),
         attend_to_latents=context.attend_to_latents,
         states=context,
         gated_delta=partial(gated_delta, implementation=kernels.gated_delta, interpret=kernels.interpret),
+        delta_decode=None
+        if kernels.delta_decode == "xla"
+        else partial(delta_decode, implementation=kernels.delta_decode, interpret=kernels.interpret),
         state_space=partial(state_space, implementation=kernels.state_space, interpret=kernels.interpret),
         multiply=kernels.multiply,
         entering_TD=entering_TD,

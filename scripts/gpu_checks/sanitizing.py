@@ -10,6 +10,7 @@ import jax
 
 from pallas_kernels.checking import (
     attention_at_start,
+    delta_decode,
     expert_choice,
     gated_delta,
     grouped_matmul,
@@ -17,6 +18,7 @@ from pallas_kernels.checking import (
     quantize,
     quantized_matmul,
     rope_cache_write,
+    router_scores,
     sampling,
     segment_attention,
     state_space,
@@ -102,6 +104,10 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         found += [(f"experts mosaic {stored.number}", case) for case in cases]
     delta = gated_delta.Shapes("bfloat16", 2, 2, 24, 40)
     found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
+    decode = delta_decode.Shapes("bfloat16", 2, 2, 24, 40)
+    found += [("delta decode triton", case) for case in delta_decode.cases(decode, "triton", interpret=interpret)]
+    router = router_scores.Shapes("bfloat16", 5, 300)
+    found += [("router triton", case) for case in router_scores.cases(router, "triton", interpret=interpret)]
     mamba = state_space.Shapes("bfloat16", 2, 2, 24, 40)
     found += [("space triton", case) for case in state_space.cases(mamba, "triton", interpret=interpret)]
     adapted = lora.Shapes("bfloat16", 3, 8, 300, Parts(2, (3, 1, 1), 40))

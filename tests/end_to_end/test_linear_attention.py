@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.engine.resolve import resolve_sizes
 from jaxllm.errors import ConfigError
+from jaxllm.kernel_policy import platform_policy
+from jaxllm.layers.gated_delta_net import GatedDelta
+from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.request import FinishReason
 from tests.helpers import engines, goldens
 
@@ -64,6 +68,36 @@ def test_a_row_starts_anew_with_each_owner(core, max_in_flight):
             assert answer.tokens == expected[: len(answer.tokens)]
         else:
             assert answer.tokens == expected and answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@pytest.mark.slow
+def test_kernels_of_few_rows_give_the_same_tokens(monkeypatch):
+    """In decodes, with rows of earlier owners and of padding, one computes all between the products of linear attention, another routers
+    before the norm; steps with prompts take the other path."""
+    num_rows, num_routed = [], []
+    joined, scores = GatedDelta._in_one_kernel, MixtureOfExperts._scores_of_unnormed
+
+    def spy(self, qkvz_TKC, ba_TKC, step):
+        out = joined(self, qkvz_TKC, ba_TKC, step)
+        num_rows.append((len(qkvz_TKC), out is not None))
+        return out
+
+    def spy_scores(self, unnormed, step, start):
+        num_routed.append(len(unnormed.x_TD))
+        return scores(self, unnormed, step, start)
+
+    monkeypatch.setattr(GatedDelta, "_in_one_kernel", spy)
+    monkeypatch.setattr(MixtureOfExperts, "_scores_of_unnormed", spy_scores)
+    policy = replace(platform_policy(on_gpu=False), max_joined_rows=4, max_concurrent_rows=4)
+    core = engines.make_core(NAME, kernel_policy=policy, attention_implementation="triton", warmup="lazy")
+    assert [core.kernels[op].implementation for op in ("delta_decode", "router_scores")] == ["triton", "triton"]
+    for num_requests in (4, 1, 2):
+        requests = [engines.request(f"{num_requests}-{i}", RESULTS[i].prompt, max_tokens=6) for i in range(num_requests)]
+        answers = engines.run(core, requests)
+        assert [answers[each.request_id].tokens for each in requests] == [each.tokens[:6] for each in RESULTS[:num_requests]]
+    core.shutdown()
+    assert {is_joined for count, is_joined in num_rows if count <= 4} == {True} and set(num_routed) == {4}
+    assert {is_joined for count, is_joined in num_rows if count > 4} == {False}
 
 
 @pytest.mark.slow

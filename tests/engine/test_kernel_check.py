@@ -31,7 +31,15 @@ from jaxllm.runner.runner import ModelRunner
 from jaxllm.runner.step_programs import StepPrograms
 from jaxllm.start_times import StartTimes
 from pallas_kernels import paged_attention, rope_cache_write
-from pallas_kernels.checking import attention_at_start, expert_choice, gated_delta, quantize, segment_attention, state_space
+from pallas_kernels.checking import (
+    attention_at_start,
+    delta_decode,
+    expert_choice,
+    gated_delta,
+    quantize,
+    segment_attention,
+    state_space,
+)
 from pallas_kernels.checking.attention import Batch
 from pallas_kernels.expert_choice import Rule
 from tests.helpers import engines, goldens
@@ -525,6 +533,7 @@ def test_a_mixture_has_kernels_that_are_checked_in_its_shapes(tmp_path):
     ("golden", "op", "wanted"),
     [
         ("qwen3_next", "gated_delta", gated_delta.Shapes("float32", 2, 2, 16, 8)),
+        ("qwen3_next", "delta_decode", delta_decode.Shapes("float32", 2, 2, 16, 8)),
         ("granite_hybrid", "state_space", state_space.Shapes("float32", 1, 4, 12, 16)),
     ],
 )

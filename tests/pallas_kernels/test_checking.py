@@ -11,10 +11,12 @@ import pytest
 
 from pallas_kernels.checking import (
     attention_at_start,
+    delta_decode,
     expert_choice,
     gated_delta,
     grouped_matmul,
     rope_cache_write,
+    router_scores,
     sampling,
     segment_attention,
 )
@@ -246,9 +248,11 @@ def test_the_cases_lower_for_a_gpu():
         *grouped_matmul.cases(replace(EXPERTS, dtype="bfloat16", hidden=32, is_packed=True), "triton", interpret=False),
         *(case for shapes in ROUTERS for case in expert_choice.cases(shapes, "triton", interpret=False)),
         *gated_delta.cases(gated_delta.Shapes("bfloat16", 2, 2, 128, 96), "triton", interpret=False),
+        *delta_decode.cases(delta_decode.Shapes("bfloat16", 2, 2, 128, 96), "triton", interpret=False),
+        *router_scores.cases(router_scores.Shapes("bfloat16", 6, 300), "triton", interpret=False),
         *segment_attention.cases(segment_attention.Shapes("bfloat16", 16, 72), "triton", interpret=False),
     ]
-    assert len(found) == 4 + 2 + 4 + 3 + 3 + 3 + 2 + 4
+    assert len(found) == 4 + 2 + 4 + 3 + 3 + 3 + 2 + 1 + 1 + 4
     with a_gpu_to_lower_for():
         for case in found:
             carry, constants = case.make()

@@ -157,7 +157,8 @@ def test_every_op_names_its_cases_and_all_can_be_shaped() -> None:
             jax.eval_shape(case.make)
             assert case.variants
     with pytest.raises(
-        SystemExit, match="no op 'dance'; there are attention, .*experts, latent, lora, quantize, quantized, rope, sampling"
+        SystemExit,
+        match="no op 'dance'; there are attention, .*experts, latent, lora, quantize, quantized, rope, router, sampling",
     ):
         scripts.kernels.cases("check", ["dance"], tiny=True)
 

@@ -77,7 +77,6 @@ class DecodeProgram(LayersProgram):
         return decode_layout(key.size, programs.num_updates, programs.inputs.num_columns)
 
     def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
-        # Kernels for weights in 4 and 8 bits have not run concurrently on any GPU.
-        is_told = programs.mesh.size == 1 and programs.model.has_branches and not programs.model.formats
+        is_told = programs.mesh.size == 1 and programs.model.has_concurrent_branches
         branches = programs.buckets.policy.branch_options(key.size) if is_told else {}
         return super().compiler_options(programs, key) | branches
