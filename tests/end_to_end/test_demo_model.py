@@ -44,9 +44,9 @@ def test_transformers_loads_it_and_writes_the_same(llm):
     directory = resolve_model("demo")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
         encoded = tokenizer(prompt, return_tensors="pt")
         assert encoded["input_ids"][0].tolist() == output.prompt_token_ids
-        generated = model.generate(**encoded, max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None)
+        generated = model.generate(**encoded, max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None)
         assert generated[0, encoded["input_ids"].shape[1] :].tolist() == output.outputs[0].token_ids
