@@ -24,6 +24,10 @@ from jaxllm import log
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them are about.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Many processes start from the same files: each would compile a thousand modules where an environment keeps none of them.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # where each operation was traced, which no test reads
@@ -40,6 +44,13 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 COMPILED = "JAXLLM_TESTS_COMPILED"
 """The variable with the folder in which a run of the tests keeps what XLA compiles."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With `-n`, a process runs the tests of a file one after another, as they share fixtures, unless `--dist` says otherwise."""
+    if config.getoption("numprocesses", None) and config.getoption("dist") == "no":
+        config.option.dist = "loadfile"
 
 
 def pytest_configure(config: pytest.Config) -> None:

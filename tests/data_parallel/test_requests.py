@@ -50,12 +50,11 @@ def core(two_ranks):
         {"async_scheduling": False},
         {"max_num_batched_tokens": 16},
         {"num_blocks": 8, "max_in_flight": 3},
-        {"max_num_seqs": 1},
     ],
     ids=str,
 )
 def test_requests_of_every_kind_have_the_answers_of_one_device(core, expected, options):
-    """Fewer and more steps in flight, prompts in chunks, requests preempted, and one at a time in each data-parallel rank."""
+    """Fewer and more steps in flight, prompts in chunks, and requests preempted. Data-parallel ranks with a request or none: below."""
     every_kind.check_twice(core, requests, expected, **options)
 
 

@@ -143,8 +143,6 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 1}
         ("step3p7", {**IN_CHUNKS, "num_gpu_blocks_override": 24}),
         # latents, and states by row as ling_3 has
         ("kimi_linear", {**IN_CHUNKS, "num_gpu_blocks_override": 14, "speculative_config": DRAFTS}),
-        ("mistral_large_3", {**IN_CHUNKS, "num_gpu_blocks_override": 12}),
-        ("ling_2_5", {**IN_CHUNKS, "num_gpu_blocks_override": 14}),
     ],
 )
 def test_live_against_transformers(name, options, tmp_path):

@@ -21,10 +21,12 @@ SPLIT = (
     "glm4_moe_lite",
     "hunyuan_v1_moe",
     "hy_v3",
+    "ling_2_5",
     "ling_3",
     "minimax_m2",
     "ministral3",
     "mistral4",
+    "mistral_large_3",
     "nemotron_h_moe",
     "olmo2",
 )

@@ -162,7 +162,6 @@ CASES: list[list[Any]] = [
         {"max_num_batched_tokens": 32, "token_buckets": (32,), "kv_cache_dtype": "fp8"},
         {"tensor_parallel_size": 2, "async_scheduling": False, "kv_cache_dtype": "fp8"},
     ],
-    ["gemma3", {}, {}],
     ["gemma3", SPLIT, {**SPLIT, "tensor_parallel_size": 2}],
 ]
 
