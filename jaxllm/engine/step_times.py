@@ -1,0 +1,42 @@
+"""How long steps that compute prompts take at least."""
+
+from collections import defaultdict, deque
+
+LEAST_TOKENS = 256
+"""Steps that compute fewer tokens of prompts are not timed: the host starts one in no small part of the time that it takes."""
+_PARTS_OF_OCTAVE = 8
+_NUM_RECENT = 4
+
+
+class StepTimes:
+    """The shortest of the latest times, by number of tokens. What disturbs a step, such as an operation on the devices, makes it longer."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_RECENT))
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step that began when the one before it ended took so long."""
+        if num_tokens >= LEAST_TOKENS:
+            self._seconds[_size(num_tokens)].append(seconds)
+
+    def least(self, num_tokens: int) -> float | None:
+        """Seconds of such a step, or of the next smaller ones that are known; None if there are none."""
+        size = self._known_size(num_tokens)
+        return None if size is None else min(self._seconds[size])
+
+    def forget(self, num_tokens: int) -> None:
+        """Such a step took less time than expected."""
+        if (size := self._known_size(num_tokens)) is not None:
+            del self._seconds[size]
+
+    def _known_size(self, num_tokens: int) -> int | None:
+        """The largest known size of at most so many tokens."""
+        if num_tokens < LEAST_TOKENS:
+            return None
+        return max((size for size in self._seconds if size <= _size(num_tokens)), default=None)
+
+
+def _size(num_tokens: int) -> int:
+    """Numbers of tokens that differ by an eighth at most have the same."""
+    octave = num_tokens.bit_length() - 1
+    return _PARTS_OF_OCTAVE * octave + (_PARTS_OF_OCTAVE * num_tokens >> octave) - _PARTS_OF_OCTAVE
