@@ -3,10 +3,13 @@
 from jaxllm.config import SchedulerOptions
 
 _LEAST_BESIDE_DECODES = 1024
-"""An 8B model on an H200 computes so many tokens a step nearly as fast as more."""
-_PART_BESIDE_DECODES, _STEPS_BESIDE_DECODES, _MOST_DECODES = 3, 4, 4
-"""Beside decodes a step has this part of the usual tokens, if prompts then have no more steps left, and decodes take no more of it than
-this part."""
+"""An 8B model on an H200 computes so many tokens a step about as fast as more."""
+_PART_BESIDE_DECODES = 3
+"""Part of the usual tokens that a step beside decodes has, if that is more."""
+_STEPS_BESIDE_DECODES = 4
+"""With more such steps left, they are as large as usual."""
+_PART_OF_DECODES = 4
+"""So are they if decodes take more than this part of one."""
 
 
 class StepLimits:
@@ -48,12 +51,11 @@ class StepLimits:
             self.max_num_prefill_tokens = max(self.min_chunk, largest // divisor)
 
     def beside_decodes(self, num_running: int, num_left: int) -> int:
-        """Most tokens of a step in which requests decode, if so many run and prompts have so many tokens left: fewer than usual, so that
-        none of a few prompts waits for all of them to be computed, and the decodes do not either. With many left, larger steps compute
-        them sooner."""
+        """Most tokens of a step in which requests decode, if so many run and prompts have so many tokens left. With few left it is smaller
+        than usual: the first of them need not wait for all, and decodes wait less. With many left, large steps compute them sooner."""
         usual = self.max_num_batched_tokens
-        fewer = max(usual // _PART_BESIDE_DECODES, _LEAST_BESIDE_DECODES, self.min_chunk)
-        is_enough = num_left <= _STEPS_BESIDE_DECODES * fewer and _MOST_DECODES * num_running <= fewer
+        fewer = max(usual // _PART_BESIDE_DECODES, _LEAST_BESIDE_DECODES, 2 * self.min_chunk)
+        is_enough = num_left <= _STEPS_BESIDE_DECODES * fewer and num_running * _PART_OF_DECODES <= fewer
         return min(usual, fewer) if is_enough and self._options.enable_chunked_prefill else usual
 
     def chunk(self, num_unfinished: int) -> int:
