@@ -25,7 +25,7 @@ class StepTimes:
         return None if size is None else min(self._seconds[size])
 
     def forget(self, num_tokens: int) -> None:
-        """Such a step took less time than expected."""
+        """Discard the time of this size: a step took less."""
         if (size := self._known_size(num_tokens)) is not None:
             del self._seconds[size]
 

@@ -145,7 +145,7 @@ class Scheduler(ScheduledRequests):
         return shares, budget
 
     def _most_tokens(self, num_wanted: int = 0) -> int:
-        """Most tokens of a step whose first request is to compute so many: more for a long prompt if no request decodes, fewer beside
+        """Most tokens of a step whose first request is to compute so many: more for a long prompt if no request decodes, fewer with
         decodes if prompts have few left."""
         usual = self.limits.max_num_batched_tokens
         if num_left := self._num_left():

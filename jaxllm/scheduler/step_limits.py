@@ -5,7 +5,7 @@ from jaxllm.config import SchedulerOptions
 _LEAST_BESIDE_DECODES = 1024
 """An 8B model on an H200 computes so many tokens a step about as fast as more."""
 _PART_BESIDE_DECODES = 3
-"""Part of the usual tokens that a step beside decodes has, if that is more."""
+"""Part of the usual tokens that a step with decodes has, if that is more."""
 _STEPS_BESIDE_DECODES = 4
 """With more such steps left, they are as large as usual."""
 _PART_OF_DECODES = 4

@@ -142,7 +142,7 @@ def test_a_first_token_in_flight_counts_as_a_decode_unless_the_request_ends_with
     assert scheduler.schedule().num_tokens == beside
 
 
-# Smaller steps beside decodes
+# Smaller steps with decodes
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_first_token_in_flight_counts_as_a_decode_unless_the_request_ends_with
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8192}, (5000,), [1, 5000]),
     ],
 )
-def test_a_step_beside_decodes_is_smaller_if_prompts_have_few_tokens_left(options, prompts, expected):
+def test_a_step_with_decodes_is_smaller_if_prompts_have_few_tokens_left(options, prompts, expected):
     scheduler = make_scheduler(**{"max_num_batched_tokens": 3072, **options})
     add(scheduler, make_request("decodes", 100))
     assert counts(step(scheduler)[0]) == [100]
@@ -164,13 +164,13 @@ def test_a_step_beside_decodes_is_smaller_if_prompts_have_few_tokens_left(option
     assert counts(step(scheduler)[0]) == expected
 
 
-def test_a_step_is_as_large_as_usual_without_decodes_and_the_rest_of_its_prompt_beside_them_smaller():
+def test_a_step_is_as_large_as_usual_without_decodes_and_the_rest_of_its_prompt_with_them_smaller():
     scheduler = make_scheduler(max_num_batched_tokens=3072)
     add(scheduler, make_request("a", 600), make_request("b", 4000))
     assert [counts(step(scheduler)[0]) for _ in range(3)] == [[600, 2472], [1, 1023], [1, 505]]
 
 
-def test_a_step_beside_many_decodes_is_as_large_as_usual():
+def test_a_step_with_many_decodes_is_as_large_as_usual():
     scheduler = make_scheduler(max_num_batched_tokens=3072, max_num_seqs=400)
     add(scheduler, *(make_request(f"r{i}", 2) for i in range(257)))
     step(scheduler)
