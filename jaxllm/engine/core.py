@@ -66,7 +66,7 @@ _MAX_IN_FLIGHT = {False: 2, True: 3}
 """Steps in flight by whether they run on a GPU. There the host learns of a finished step up to a millisecond late (measured,
 docs/MEASUREMENTS.md): with two in flight a step of 1.5 ms is over before the next but one is dispatched."""
 
-_LEAD_SECONDS = 0.004
+_LEAD_SECONDS = 0.005
 """So long before a step of a prompt is over the next one is planned on one GPU: one there takes the host 1.5 to 2.7 ms, and up to a
 millisecond passes before its results are known. Several GPUs, whose steps take longer to launch, were not measured."""
 

@@ -25,6 +25,8 @@ LONG_STEP_TOKENS = 1024
 LARGE_STEP_TOKENS = 256
 """The host starts a step of so many tokens in a small part of the time that it takes."""
 _NUM_RECENT_STEPS = 8
+ROWS_OF_LEAD = 64
+"""With more requests, planning and launching a step take longer in proportion."""
 _MOST_AWAITED = 0.75
 """At most this part of a step is over when the next is planned: larger steps take the host longer."""
 MAX_WAIT_SECONDS = 0.02
@@ -52,7 +54,8 @@ class StepLoop:
         lead_seconds: float | None = None,
     ):
         """ops: operations that plans carry in addition to the scheduler's. wait: waits so long at most for what requests need before they
-        run. lead_seconds: planning and launching a step take less; None: each step is planned as soon as it may be."""
+        run. lead_seconds: planning and launching a step of up to ROWS_OF_LEAD requests take less; None: each step is planned as soon as
+        it may be."""
         self.scheduler = scheduler
         self.executor = executor
         self.ops = OpQueue(executor) if ops is None else ops
@@ -109,7 +112,7 @@ class StepLoop:
         self._last_read_at = end if self._in_flight else None
         if plan.step_id == self._awaited_id and self._lead_seconds is not None and end - start < self._lead_seconds / 2:
             # It ended sooner: the device may have had nothing to do, so the next step's time is not known either.
-            self._step_times.forget(_num_prompt_tokens(plan))
+            self._step_times.forget(plan.num_tokens)
             self._last_read_at, self._idle_until = None, end
         self._outputs += self.scheduler.update_from_output(plan, result)
         self._sample_if_possible()
@@ -142,7 +145,8 @@ class StepLoop:
     def _note_seconds(self, plan: SchedulerOutput, pending: "PendingStep", seconds: float) -> None:
         """Record how long a step took that began when the step before it ended."""
         self._recent_seconds.append(seconds)
-        self._step_times.note(_num_prompt_tokens(plan), seconds)
+        if _computes_prompts(plan):
+            self._step_times.note(plan.num_tokens, seconds)
         self.scheduler.note_seconds(plan, seconds)
         holds_up_others = 0 < len(plan.masked_request_ids) < len(plan.rows)
         self._mask_pace.note(seconds, is_late=pending.was_sampled_late if holds_up_others else None)
@@ -152,12 +156,13 @@ class StepLoop:
         if self._lead_seconds is None or len(self._in_flight) != 1 or self._unsampled is not None or self._num_stages > 1:
             return 0.0
         plan = self._in_flight[0][0]
-        expected = self._step_times.least(_num_prompt_tokens(plan))
+        expected = self._step_times.least(plan.num_tokens) if _computes_prompts(plan) else None
         if expected is None or self.scheduler.num_queued_tokens >= plan.num_tokens:
             return 0.0  # what waits already is as much as this step computes
         self._awaited_id = plan.step_id
         began = self._idle_until if self._last_read_at is None else self._last_read_at
-        return began + min(expected - self._lead_seconds, _MOST_AWAITED * expected) - time.perf_counter()
+        lead_seconds = self._lead_seconds * max(1.0, len(plan.rows) / ROWS_OF_LEAD)
+        return began + min(expected - lead_seconds, _MOST_AWAITED * expected) - time.perf_counter()
 
     def _depth(self) -> int:
         """The number of steps that may be in flight now."""
@@ -209,6 +214,6 @@ class StepLoop:
         self.note_work()
 
 
-def _num_prompt_tokens(plan: SchedulerOutput) -> int:
-    """Tokens of a step without one for each row."""
-    return plan.num_tokens - len(plan.rows)
+def _computes_prompts(plan: SchedulerOutput) -> bool:
+    """Whether a step computes many tokens of prompts."""
+    return plan.num_tokens - len(plan.rows) >= LARGE_STEP_TOKENS

@@ -1,10 +1,8 @@
-"""How long steps that compute prompts take at least."""
+"""How long steps of many tokens take at least."""
 
 from collections import defaultdict, deque
 
-LEAST_TOKENS = 256
-"""Steps that compute fewer tokens of prompts are not timed: the host starts one in no small part of the time that it takes."""
-_PARTS_OF_OCTAVE = 8
+_PARTS_OF_OCTAVE = 4
 _NUM_RECENT = 4
 
 
@@ -16,8 +14,7 @@ class StepTimes:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step that began when the one before it ended took so long."""
-        if num_tokens >= LEAST_TOKENS:
-            self._seconds[_size(num_tokens)].append(seconds)
+        self._seconds[_size(num_tokens)].append(seconds)
 
     def least(self, num_tokens: int) -> float | None:
         """Seconds of such a step, or of the next smaller ones that are known; None if there are none."""
@@ -31,12 +28,11 @@ class StepTimes:
 
     def _known_size(self, num_tokens: int) -> int | None:
         """The largest known size of at most so many tokens."""
-        if num_tokens < LEAST_TOKENS:
-            return None
         return max((size for size in self._seconds if size <= _size(num_tokens)), default=None)
 
 
 def _size(num_tokens: int) -> int:
-    """Numbers of tokens that differ by an eighth at most have the same."""
-    octave = num_tokens.bit_length() - 1
-    return _PARTS_OF_OCTAVE * octave + (_PARTS_OF_OCTAVE * num_tokens >> octave) - _PARTS_OF_OCTAVE
+    """The same for numbers of tokens that are padded to the same size, up to 2048."""
+    below = num_tokens - 1
+    octave = below.bit_length() - 1
+    return _PARTS_OF_OCTAVE * octave + (_PARTS_OF_OCTAVE * below >> octave)

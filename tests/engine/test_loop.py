@@ -126,7 +126,7 @@ class TimedRunner(FakeRunner):
         self.plans = []
         monkeypatch.setattr("jaxllm.engine.loop.time.perf_counter", lambda: self.now)
         monkeypatch.setattr("jaxllm.engine.loop.time.sleep", self.sleep)
-        monkeypatch.setattr("jaxllm.engine.step_times.LEAST_TOKENS", 16)
+        monkeypatch.setattr("jaxllm.engine.loop.LARGE_STEP_TOKENS", 16)
 
     def sleep(self, seconds):
         self.now += seconds
@@ -167,8 +167,11 @@ def start_prompt(loop, name):
         loop.step()
 
 
-@pytest.mark.parametrize(("lead_seconds", "joins"), [(0.004, True), (None, False)])
-def test_a_request_that_comes_while_a_prompt_is_computed_takes_part_in_the_next_step(monkeypatch, lead_seconds, joins):
+@pytest.mark.parametrize(("lead_seconds", "rows_of_lead", "joins"), [(0.004, 64, True), (None, 64, False), (0.004, 0.5, False)])
+def test_a_request_that_comes_while_a_prompt_is_computed_takes_part_in_the_next_step(
+    monkeypatch, lead_seconds, rows_of_lead, joins
+):
+    monkeypatch.setattr("jaxllm.engine.loop.ROWS_OF_LEAD", rows_of_lead)
     loop = make_timed_loop(monkeypatch, lead_seconds)
     runner = loop.executor
     for name in "abc":
