@@ -212,14 +212,14 @@ def fill_masks(matchers: Sequence[tuple[Matcher, int, Sequence[int]]], mask_TW: 
     else:
         words_MW = np.zeros((num_masks, num_words), np.int32)
     _compute(jobs, words_MW)
-    is_known_J = words_MW[[index for _, index, _ in jobs]].any(axis=1) if is_direct else [False] * len(jobs)
+    is_known_J = np.any(words_MW[[row for row, _ in places]], axis=1) if is_direct else np.zeros(len(jobs), bool)
     for (matcher, index, drafts), (row, num_free), is_known in zip(jobs, places, is_known_J, strict=True):
         if not is_known or matcher.changes_masks:
             size = 1 + len(drafts)
             matcher.take_masks(words_MW[index : index + size], mask_TW[row : row + size], num_free)
 
 
-def _compute(jobs: Sequence[tuple[Matcher, int, Sequence[int]]], words_MW: np.ndarray) -> None:
+def _compute(jobs: Sequence[tuple[Matcher, int, list[int]]], words_MW: np.ndarray) -> None:
     """Have llguidance write the masks of each matcher, behind its last token and behind each of these drafts, from this row on."""
     by_original = sorted(jobs, key=lambda job: job[0].lexer)  # a thread takes neighbours, which would wait for each other
     single = [(matcher.llmatcher, index) for matcher, index, drafts in by_original if not drafts]
