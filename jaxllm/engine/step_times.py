@@ -32,7 +32,7 @@ class StepTimes:
 
 
 def _size(num_tokens: int) -> int:
-    """The same for numbers of tokens that are padded to the same size, up to 2048."""
+    """Number of the padded size; above 2048 each of those has two."""
     below = num_tokens - 1
     octave = below.bit_length() - 1
     return _PARTS_OF_OCTAVE * octave + (_PARTS_OF_OCTAVE * below >> octave)
