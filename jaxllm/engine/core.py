@@ -45,6 +45,7 @@ from jaxllm.kernel_policy import KernelPolicy
 from jaxllm.kv_transfer import KVTransfer
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
+from jaxllm.parallel.topology import Topology
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
 from jaxllm.sampling.processors import Processor, check_processors, load_processors, read_arguments
@@ -64,6 +65,10 @@ STORE_SECONDS = 5.0
 _MAX_IN_FLIGHT = {False: 2, True: 3}
 """Steps in flight by whether they run on a GPU. There the host learns of a finished step up to a millisecond late (measured,
 docs/MEASUREMENTS.md): with two in flight a step of 1.5 ms is over before the next but one is dispatched."""
+
+_LEAD_SECONDS = 0.005
+"""So long before a step of a prompt is over the next one is planned on one GPU: one there takes the host 1.5 to 2.7 ms, and up to a
+millisecond passes before its results are known. Several GPUs, whose steps take longer to launch, were not measured."""
 
 
 class EngineCore:
@@ -132,9 +137,15 @@ class EngineCore:
             raise
         self._of_tiers: tuple[Preparation, ...] = () if kv_tiers is None else tuple(kv_tiers.preparations)
         self.scheduler = self._new_scheduler(prepared)
+        num_devices = Topology.of(self.config.parallel).num_devices
         max_in_flight = _MAX_IN_FLIGHT[jax.default_backend() != "cpu"] if self.config.scheduler.async_scheduling else 1
         self.loop = StepLoop(
-            self.scheduler, self.executor, max_in_flight=max_in_flight, ops=self.ops, wait=self.wait_for_preparations
+            self.scheduler,
+            self.executor,
+            max_in_flight=max_in_flight,
+            ops=self.ops,
+            wait=self.wait_for_preparations,
+            lead_seconds=_LEAD_SECONDS if max_in_flight > 2 and num_devices == 1 else None,
         )
         self._failures = FailurePolicy()
         self._sleep = Sleep(self.executor)

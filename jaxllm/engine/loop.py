@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jaxllm.engine import masks
 from jaxllm.engine.mask_pace import MaskPace
 from jaxllm.engine.op_queue import OpQueue
+from jaxllm.engine.step_times import StepTimes
 from jaxllm.engine.work_clock import WorkClock
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.scheduler.interface import AnyScheduler
@@ -24,6 +25,10 @@ LONG_STEP_TOKENS = 1024
 LARGE_STEP_TOKENS = 256
 """The host starts a step of so many tokens in a small part of the time that it takes."""
 _NUM_RECENT_STEPS = 8
+ROWS_OF_LEAD = 64
+"""With more requests, planning and launching a step take longer in proportion."""
+_MOST_AWAITED = 0.75
+"""At most this part of a step is over when the next is planned: larger steps take the host longer."""
 MAX_WAIT_SECONDS = 0.02
 """Longest time that one step waits for what requests need, or for blocks that are being loaded, when there is no other work."""
 
@@ -33,6 +38,9 @@ class StepLoop:
 
     More than two help only with short steps: a new request waits for every step in flight, so long steps use two. No third one
     follows a step of many tokens. The stages of a pipeline compute different steps: each one more takes one more.
+
+    With `lead_seconds` the step behind one that computes many tokens of prompts is planned only so long before that one is over, as far
+    as its time is known: requests that arrive meanwhile take part in it. `step` then returns once without results.
     """
 
     def __init__(
@@ -43,9 +51,11 @@ class StepLoop:
         max_in_flight: int,
         ops: OpQueue | None = None,
         wait: Callable[[float], object] = lambda seconds: None,
+        lead_seconds: float | None = None,
     ):
         """ops: operations that plans carry in addition to the scheduler's. wait: waits so long at most for what requests need before they
-        run."""
+        run. lead_seconds: planning and launching a step of up to ROWS_OF_LEAD requests take less; None: each step is planned as soon as
+        it may be."""
         self.scheduler = scheduler
         self.executor = executor
         self.ops = OpQueue(executor) if ops is None else ops
@@ -63,6 +73,10 @@ class StepLoop:
         """When the latest step was read, if the next one was already in flight."""
         self._idle_until = 0.0
         """When the latest step was started that found none in flight."""
+        self._lead_seconds = lead_seconds
+        self._step_times = StepTimes()
+        self._awaited_id: int | None = None
+        """The latest step whose end was awaited before the next was planned."""
         self._recent_seconds: deque[float] = deque(maxlen=_NUM_RECENT_STEPS)
         """Durations of the latest steps that began when the previous one ended."""
         self.wait_seconds = 0.0
@@ -77,6 +91,37 @@ class StepLoop:
         """Keep the device busy, then return the outputs of the oldest step in flight (none if no step was in flight)."""
         if not self._in_flight:
             self.note_work()
+        if (seconds := self._seconds_to_plan()) > 0:
+            time.sleep(seconds)
+            return self.take_outputs()
+        self._dispatch()
+        if not self._in_flight:
+            return []
+        plan, pending = self._in_flight[0]
+        self.working_on = plan
+        start = time.perf_counter()
+        result = pending.result()
+        end = time.perf_counter()
+        self.wait_seconds += end - start
+        self._in_flight.popleft()  # only now, so that an interrupted wait is repeated
+        self.ops.take(pending)
+        if self._last_read_at is not None and plan.rows:
+            self._note_seconds(plan, pending, end - self._last_read_at)
+        elif plan.num_tokens >= LARGE_STEP_TOKENS and plan.new_requests:
+            self.scheduler.note_seconds(plan, end - self._idle_until)  # a little more than it took
+        self._last_read_at = end if self._in_flight else None
+        if plan.step_id == self._awaited_id and self._lead_seconds is not None and end - start < self._lead_seconds / 2:
+            # It ended sooner: the device may have had nothing to do, so the next step's time is not known either.
+            self._step_times.forget(plan.num_tokens)
+            self._last_read_at, self._idle_until = None, end
+        self._outputs += self.scheduler.update_from_output(plan, result)
+        self._sample_if_possible()
+        if not self._in_flight:
+            self.note_work()
+        return self.take_outputs()
+
+    def _dispatch(self) -> None:
+        """Plan and dispatch steps until enough are in flight."""
         while self._unsampled is None and len(self._in_flight) < self._depth() and self.scheduler.has_requests():
             self.working_on = None
             if self._in_flight:
@@ -96,33 +141,28 @@ class StepLoop:
             if plan.masked_request_ids:
                 self._unsampled = plan, pending
                 self._sample_if_possible()
-        if not self._in_flight:
-            return []
-        plan, pending = self._in_flight[0]
-        self.working_on = plan
-        start = time.perf_counter()
-        result = pending.result()
-        end = time.perf_counter()
-        self.wait_seconds += end - start
-        self._in_flight.popleft()  # only now, so that an interrupted wait is repeated
-        self.ops.take(pending)
-        if self._last_read_at is not None and plan.rows:
-            self._note_seconds(plan, pending, end - self._last_read_at)
-        elif plan.num_tokens >= LARGE_STEP_TOKENS and plan.new_requests:
-            self.scheduler.note_seconds(plan, end - self._idle_until)  # a little more than it took
-        self._last_read_at = end if self._in_flight else None
-        self._outputs += self.scheduler.update_from_output(plan, result)
-        self._sample_if_possible()
-        if not self._in_flight:
-            self.note_work()
-        return self.take_outputs()
 
     def _note_seconds(self, plan: SchedulerOutput, pending: "PendingStep", seconds: float) -> None:
         """Record how long a step took that began when the step before it ended."""
         self._recent_seconds.append(seconds)
+        if _computes_prompts(plan):
+            self._step_times.note(plan.num_tokens, seconds)
         self.scheduler.note_seconds(plan, seconds)
         holds_up_others = 0 < len(plan.masked_request_ids) < len(plan.rows)
         self._mask_pace.note(seconds, is_late=pending.was_sampled_late if holds_up_others else None)
+
+    def _seconds_to_plan(self) -> float:
+        """Time until the next step is to be planned; 0 or less: now."""
+        if self._lead_seconds is None or len(self._in_flight) != 1 or self._unsampled is not None or self._num_stages > 1:
+            return 0.0
+        plan = self._in_flight[0][0]
+        expected = self._step_times.least(plan.num_tokens) if _computes_prompts(plan) else None
+        if expected is None or self.scheduler.num_queued_tokens >= plan.num_tokens:
+            return 0.0  # what waits already is as much as this step computes
+        self._awaited_id = plan.step_id
+        began = self._idle_until if self._last_read_at is None else self._last_read_at
+        lead_seconds = self._lead_seconds * max(1.0, len(plan.rows) / ROWS_OF_LEAD)
+        return began + min(expected - lead_seconds, _MOST_AWAITED * expected) - time.perf_counter()
 
     def _depth(self) -> int:
         """The number of steps that may be in flight now."""
@@ -172,3 +212,8 @@ class StepLoop:
         self.scheduler.start_over()
         self.executor.start_over()
         self.note_work()
+
+
+def _computes_prompts(plan: SchedulerOutput) -> bool:
+    """Whether a step computes many tokens of prompts."""
+    return plan.num_tokens - len(plan.rows) >= LARGE_STEP_TOKENS

@@ -85,7 +85,7 @@ class Scheduler(ScheduledRequests):
 
     def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
-        budget = self.limits.max_num_batched_tokens
+        budget = self._most_tokens()
         allocate_slots, running, chunk_rooms = self.cache_manager.allocate_slots, self.running, self.chunk_rooms
         loading = self.cache_manager.loading
         run_ahead, latest_step = self.options.async_scheduling, self._in_flight.latest_id + 1 - self.num_stages
@@ -144,10 +144,26 @@ class Scheduler(ScheduledRequests):
             raise PlanError(request.request_id) from error
         return shares, budget
 
-    def _most_tokens(self, num_wanted: int) -> int:
-        """Most tokens of a step whose first request is to compute so many: more for a long prompt, if no request decodes."""
-        is_long = num_wanted > self.limits.max_num_batched_tokens
-        return self.limits.max_num_prefill_tokens if is_long and not self.decodes else self.limits.max_num_batched_tokens
+    def _most_tokens(self, num_wanted: int = 0) -> int:
+        """Most tokens of a step whose first request is to compute so many: more for a long prompt if no request decodes, fewer with
+        decodes if prompts have few left."""
+        usual = self.limits.max_num_batched_tokens
+        if num_left := self._num_left():
+            if self.decodes:
+                return self.limits.beside_decodes(len(self.running), num_left)
+            if num_wanted > usual:
+                return self.limits.max_num_prefill_tokens
+        return usual
+
+    def _num_left(self) -> int:
+        """Tokens of prompts that are to be computed, of those that wait and of the latest that run."""
+        num_left = self.waiting.num_prompt_tokens
+        for request in reversed(self.running):
+            num_missing = request.num_tokens - request.num_computed_tokens
+            if num_missing <= 1:
+                break
+            num_left += num_missing
+        return num_left
 
     def _num_drafts(self, request: Request, most: int) -> int:
         """Number of drafts that the request computes behind its last token, at most `most`."""

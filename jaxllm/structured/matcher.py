@@ -146,8 +146,18 @@ class Matcher:
         _clear(words, self._eos_token_ids)
         return not words.any()
 
-    def _take_masks(self, words_DW: np.ndarray, mask_DW: np.ndarray, num_before: int) -> None:
-        """Copy the masks that llguidance computed, behind the last token and behind each draft, to rows of the model's columns.
+    @property
+    def llmatcher(self) -> LLMatcher:
+        return self._matcher
+
+    @property
+    def changes_masks(self) -> bool:
+        """Whether llguidance's masks are not the output's."""
+        return not self._ends_at_eos or bool(self._matcher.is_error())
+
+    def take_masks(self, words_DW: np.ndarray, mask_DW: np.ndarray, num_before: int) -> None:
+        """Copy the masks that llguidance computed, behind the last token and behind each draft, to rows of the model's columns, which may
+        be the same memory.
 
         There are none behind a draft that the grammar forbids. num_before: drafts before these, which the grammar does not see.
         """
@@ -194,19 +204,32 @@ def fill_masks(matchers: Sequence[tuple[Matcher, int, Sequence[int]]], mask_TW: 
             num_masks += 1 + len(drafts) - num_free
     if not jobs:
         return
-    words_MW = np.zeros((num_masks, -(-jobs[0][0].num_tokens // BITS)), np.int32)
+    num_words = -(-jobs[0][0].num_tokens // BITS)
+    is_direct = num_masks == len(jobs) and num_words == mask_TW.shape[1]
+    if is_direct:  # llguidance writes to where the masks belong
+        words_MW = mask_TW
+        jobs = [(matcher, row, drafts) for (matcher, _, drafts), (row, _) in zip(jobs, places, strict=True)]
+    else:
+        words_MW = np.zeros((num_masks, num_words), np.int32)
+    _compute(jobs, words_MW)
+    is_known_J = np.any(words_MW[[row for row, _ in places]], axis=1) if is_direct else np.zeros(len(jobs), bool)
+    for (matcher, index, drafts), (row, num_free), is_known in zip(jobs, places, is_known_J, strict=True):
+        if not is_known or matcher.changes_masks:
+            size = 1 + len(drafts)
+            matcher.take_masks(words_MW[index : index + size], mask_TW[row : row + size], num_free)
+
+
+def _compute(jobs: Sequence[tuple[Matcher, int, list[int]]], words_MW: np.ndarray) -> None:
+    """Have llguidance write the masks of each matcher, behind its last token and behind each of these drafts, from this row on."""
     by_original = sorted(jobs, key=lambda job: job[0].lexer)  # a thread takes neighbours, which would wait for each other
-    single = [(matcher._matcher, index) for matcher, index, drafts in by_original if not drafts]
+    single = [(matcher.llmatcher, index) for matcher, index, drafts in by_original if not drafts]
     if len(single) >= _MIN_PARALLEL:
         fill_next_token_bitmask_par(_executor(), single, words_MW)
     else:
         for llmatcher, index in single:
             fill_next_token_bitmask(llmatcher, words_MW, index)
-    if several := [(matcher._matcher, index, drafts) for matcher, index, drafts in by_original if drafts]:
+    if several := [(matcher.llmatcher, index, drafts) for matcher, index, drafts in by_original if drafts]:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, words_MW)
-    for (matcher, index, drafts), (row, num_free) in zip(jobs, places, strict=True):
-        size = 1 + len(drafts)
-        matcher._take_masks(words_MW[index : index + size], mask_TW[row : row + size], num_free)
 
 
 def _clear(words: np.ndarray, token_ids: Sequence[int]) -> None:

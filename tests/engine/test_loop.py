@@ -116,6 +116,96 @@ def test_no_third_step_is_dispatched_behind_one_of_many_tokens(monkeypatch, long
     assert loop.executor.events == [*(("dispatch", step) for step in range(num_ahead)), ("read", 0)]
 
 
+class TimedRunner(FakeRunner):
+    """A device whose steps take a millisecond for each token, in virtual time."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.now = self.free = self.idle = 0.0
+        self.seconds_per_token = 0.001
+        self.plans = []
+        monkeypatch.setattr("jaxllm.engine.loop.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("jaxllm.engine.loop.time.sleep", self.sleep)
+        monkeypatch.setattr("jaxllm.engine.loop.LARGE_STEP_TOKENS", 16)
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def dispatch(self, plan):
+        self.plans.append([row.request_id for row in plan.rows])
+        pending, began = super().dispatch(plan), max(self.now, self.free)
+        self.idle += began - self.free
+        self.free = end = began + self.seconds_per_token * plan.num_tokens
+        result = pending.result
+
+        def timed():
+            self.now = max(self.now, end)
+            return result()
+
+        pending.result = timed
+        return pending
+
+
+def make_timed_loop(monkeypatch, lead_seconds):
+    config = EngineConfig.from_options(max_num_seqs=9, max_num_batched_tokens=64, enable_prefix_caching=False)
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks=40, max_model_len=64)
+    return StepLoop(scheduler, TimedRunner(monkeypatch), max_in_flight=2, lead_seconds=lead_seconds)
+
+
+def add_prompt(loop, name, num_tokens=20, max_tokens=30):
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    request = EngineCoreRequest(request_id=name, prompt_token_ids=[1] * num_tokens, sampling_params=params)
+    loop.scheduler.add_request(Request(request))
+
+
+def start_prompt(loop, name):
+    """Add a prompt, and step until the step that computes it is the only one in flight."""
+    add_prompt(loop, name)
+    while not any(name in plan for plan in loop.executor.plans):
+        loop.step()
+    while len(loop._in_flight) > 1 or loop._in_flight[0][0].rows[-1].request_id != name:
+        loop.step()
+
+
+@pytest.mark.parametrize(("lead_seconds", "rows_of_lead", "joins"), [(0.004, 64, True), (None, 64, False), (0.004, 0.5, False)])
+def test_a_request_that_comes_while_a_prompt_is_computed_takes_part_in_the_next_step(
+    monkeypatch, lead_seconds, rows_of_lead, joins
+):
+    monkeypatch.setattr("jaxllm.engine.loop.ROWS_OF_LEAD", rows_of_lead)
+    loop = make_timed_loop(monkeypatch, lead_seconds)
+    runner = loop.executor
+    for name in "abc":
+        start_prompt(loop, name)  # the first is alone and teaches nothing; the second takes 21 ms, the third 22
+    began, num_before = runner.now, len(runner.plans)
+    assert loop.step() == [] or not joins
+    if joins:
+        assert runner.now == pytest.approx(began + 0.75 * 0.021) and len(runner.plans) == num_before
+    add_prompt(loop, "d")
+    loop.step()
+    assert ("d" in runner.plans[num_before]) is joins
+    assert runner.idle == 0.0
+
+
+def test_no_step_is_awaited_that_takes_less_time_than_it_did(monkeypatch):
+    loop = make_timed_loop(monkeypatch, 0.004)
+    runner = loop.executor
+    for name in "ab":
+        start_prompt(loop, name)
+    runner.seconds_per_token /= 4
+    for name in "cd":
+        start_prompt(loop, name)
+        loop.step()
+        loop.step()
+    idle = runner.idle
+    assert 0.0 < idle < 0.02, "the device waited once"
+    for name in "efgh":
+        start_prompt(loop, name)
+        loop.step()
+        loop.step()
+    assert runner.idle == idle
+    loop.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("max_in_flight", [2, 3])
 def test_forgetting_waits_for_every_step_in_flight_even_one_that_fails(max_in_flight):
     loop = make_loop(max_in_flight)

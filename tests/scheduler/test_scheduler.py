@@ -142,6 +142,42 @@ def test_a_first_token_in_flight_counts_as_a_decode_unless_the_request_ends_with
     assert scheduler.schedule().num_tokens == beside
 
 
+# Smaller steps with decodes
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts", "expected"),
+    [
+        ({}, (700, 700), [1, 700, 323]),
+        ({}, (3000, 1000), [1, 1023]),
+        ({}, (3000, 1200), [1, 3000, 71]),  # many are left: large steps compute them sooner
+        ({"max_num_batched_tokens": 6144}, (5000,), [1, 2047]),
+        ({"max_num_batched_tokens": 512}, (700,), [1, 511]),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8192}, (5000,), [1, 5000]),
+    ],
+)
+def test_a_step_with_decodes_is_smaller_if_prompts_have_few_tokens_left(options, prompts, expected):
+    scheduler = make_scheduler(**{"max_num_batched_tokens": 3072, **options})
+    add(scheduler, make_request("decodes", 100))
+    assert counts(step(scheduler)[0]) == [100]
+    add(scheduler, *(make_request(f"r{i}", length) for i, length in enumerate(prompts)))
+    assert counts(step(scheduler)[0]) == expected
+
+
+def test_a_step_is_as_large_as_usual_without_decodes_and_the_rest_of_its_prompt_with_them_smaller():
+    scheduler = make_scheduler(max_num_batched_tokens=3072)
+    add(scheduler, make_request("a", 600), make_request("b", 4000))
+    assert [counts(step(scheduler)[0]) for _ in range(3)] == [[600, 2472], [1, 1023], [1, 505]]
+
+
+def test_a_step_with_many_decodes_is_as_large_as_usual():
+    scheduler = make_scheduler(max_num_batched_tokens=3072, max_num_seqs=400)
+    add(scheduler, *(make_request(f"r{i}", 2) for i in range(257)))
+    step(scheduler)
+    add(scheduler, make_request("long", 2000))
+    assert sum(counts(step(scheduler)[0])) == 257 + 2000
+
+
 # Plans
 
 
