@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Gguf(PackedFormat):
-    """Types of BLOCKS stay in 4 or 8 bits; all others are widened by the reader of the files, as are tables of tokens.
+    """Types of BLOCKS stay in 4 or 8 bits; all others are widened by the reader of the files, as are tables of tokens but for a head
+    on a CPU.
 
     Modules of one product may have different types: they get numbers of 8 bits in the smallest of their groups.
     """
@@ -64,6 +65,10 @@ class Gguf(PackedFormat):
 
     def faults(self, config: "ModelConfig") -> list[str]:
         return []
+
+    @property
+    def of_head(self) -> bool:
+        return self.lanes
 
     def told(self, dtype: str) -> str:
         kinds = ", ".join(sorted(set(self._types.values())))
