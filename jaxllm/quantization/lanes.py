@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
-from jaxllm.quantization import numbers
+from jaxllm.quantization import cpu, numbers
 from jaxllm.quantization.numbers import NUMBERS, Laned, Scheme
 from jaxllm.weight_format import Arrays, ParamSpec
 
@@ -21,14 +21,20 @@ _UNROLLED = 32
 """Values of codes that are summed in registers."""
 _FEW_ROWS = 32
 """Rows up to which weights are widened in registers for each; for more they are written to a cache once."""
-_CACHED_BYTES = 1 << 24
-"""Most bytes that are written down at a time."""
+_SUMS_BYTES = 1 << 24
+"""Most bytes of sums of pieces that are written down at a time."""
 
 
-def takes(scheme: Scheme, num_outputs: int) -> bool:
-    """Whether a weight may be in this order: codes are whole numbers, which XLA converts many at a time."""
+_LEAST_UNROLLED = 8
+"""Fewest such values: fewer are written down too often."""
+
+
+def takes(scheme: Scheme, num_outputs: int, num_inputs: int) -> bool:
+    """Whether a weight may be in this order. Its codes are then whole numbers, which XLA converts many at a time."""
     number = NUMBERS[scheme.number]
-    return num_outputs % LANES == 0 and number.table is None and number.code_type != "float8_e4m3fn"
+    is_whole = number.table is None and number.code_type != "float8_e4m3fn" and scheme.scale_type != "uint8"
+    values = (scheme.group or num_inputs) // number.per_value
+    return is_whole and num_outputs % LANES == 0 and _unrolled(values) >= _LEAST_UNROLLED
 
 
 def declare(laned: Laned) -> dict[str, ParamSpec]:
@@ -53,16 +59,7 @@ def _in_lanes(array: Array, shape: tuple[int, int, int]) -> Array:
 def product(arrays: Arrays, scheme: Scheme, x: Array, outputs: tuple[int, ...]) -> Array:
     """[..., inputs] to [..., *outputs], float32."""
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    compute, bytes_of_lanes = (_few_rows, _bytes_of_sums) if len(rows) <= _FEW_ROWS else (_many_rows, _bytes_of_weights)
-    num_lanes = len(arrays["codes"])
-    most = max(1, _CACHED_BYTES // bytes_of_lanes(arrays, scheme, rows))
-    block = max(n for n in range(1, most + 1) if num_lanes % n == 0)
-    of_block = functools.partial(compute, scheme=scheme, x=rows)
-    if block == num_lanes:
-        y = of_block(arrays)
-    else:
-        blocks = {name: array.reshape(-1, block, *array.shape[1:]) for name, array in arrays.items()}
-        y = jnp.moveaxis(lax.map(of_block, blocks), 0, 1)
+    y = _few_rows(arrays, scheme, rows) if len(rows) <= _FEW_ROWS else _many_rows(arrays, scheme, rows)
     return y.reshape(*x.shape[:-1], *outputs)
 
 
@@ -78,21 +75,26 @@ def rows(arrays: Arrays, scheme: Scheme, index: Array) -> Array:
 def _pieces(arrays: Arrays) -> tuple[int, int]:
     """(pieces of a group that are summed in registers, values of codes in each)."""
     of_group = arrays["codes"].shape[1] // arrays["scale"].shape[1]
-    values = max(n for n in range(1, min(of_group, _UNROLLED) + 1) if of_group % n == 0)
-    return of_group // values, values
+    return of_group // _unrolled(of_group), _unrolled(of_group)
 
 
-def _bytes_of_sums(arrays: Arrays, scheme: Scheme, x: Array) -> int:
-    """Of a vector of outputs, what `_few_rows` writes down."""
-    return 4 * LANES * len(x) * arrays["scale"].shape[1] * _pieces(arrays)[0]
-
-
-def _bytes_of_weights(arrays: Arrays, scheme: Scheme, x: Array) -> int:
-    """Of a vector of outputs, what `_many_rows` writes down."""
-    return 4 * LANES * x.shape[1]
+def _unrolled(of_group: int) -> int:
+    """Values of a group that are summed in registers at a time."""
+    return max(n for n in range(1, min(of_group, _UNROLLED) + 1) if of_group % n == 0)
 
 
 def _few_rows(arrays: Arrays, scheme: Scheme, x: Array) -> Array:
+    """Sums of as many outputs at a time as a cache has room for."""
+    num_vectors, num_groups, _ = arrays["scale"].shape
+    most = max(1, _SUMS_BYTES // (4 * LANES * len(x) * num_groups * _pieces(arrays)[0]))
+    block = max(n for n in range(1, most + 1) if num_vectors % n == 0)
+    if block == num_vectors:
+        return _sums(arrays, scheme, x)
+    blocks = {name: array.reshape(-1, block, *array.shape[1:]) for name, array in arrays.items()}
+    return jnp.moveaxis(lax.map(lambda block: _sums(block, scheme, x), blocks), 0, 1).reshape(len(x), -1)
+
+
+def _sums(arrays: Arrays, scheme: Scheme, x: Array) -> Array:
     """Sums of pieces of groups, as one elementwise loop over [vectors, groups, pieces, rows, lanes], then those of outputs.
 
     What XLA writes to neighbours in memory it computes at once.
@@ -122,17 +124,12 @@ def _few_rows(arrays: Arrays, scheme: Scheme, x: Array) -> Array:
 
 
 def _many_rows(arrays: Arrays, scheme: Scheme, x: Array) -> Array:
-    """Float32 products with widened weights."""
-    scale, offset = _scale_and_offset(arrays, scheme)
-    y: Array | float = 0.0
-    for half, of_half in enumerate(numbers.split(arrays["codes"], scheme)):
-        values = _centred(of_half, scheme).astype(jnp.float32).reshape(*scale.shape[:2], -1, LANES)
-        weights = values * scale[:, :, None]
-        weights = weights if offset is None else weights - offset[:, :, None]
-        weights = weights.reshape(of_half.shape).transpose(1, 0, 2).reshape(of_half.shape[1], -1)
-        weights = lax.reduce_precision(weights, exponent_bits=8, mantissa_bits=23)
-        y = y + jnp.dot(x[:, half :: NUMBERS[scheme.number].per_value], weights, precision=lax.Precision.HIGHEST)
-    return y * arrays["factor"].reshape(-1) if "factor" in arrays else y  # type: ignore[return-value]
+    """Float32 products with the weight as stored, into which the codes are brought for all rows."""
+    stored = {name: array.transpose(0, 2, 1).reshape(-1, array.shape[1]) for name, array in arrays.items()}
+    if "factor" in stored:
+        stored["factor"] = stored["factor"][:, 0]
+    # Written down before they are widened: else each code would be looked for by itself.
+    return cpu.many_rows(lax.optimization_barrier(stored), scheme, x)
 
 
 def _centred(codes: Array, scheme: Scheme) -> Array:
@@ -143,10 +140,7 @@ def _centred(codes: Array, scheme: Scheme) -> Array:
 
 def _scale_and_offset(arrays: Arrays, scheme: Scheme) -> tuple[Array, Array | None]:
     """What a group multiplies with, and what it subtracts then; without factors of outputs. Float32 [vectors, groups, LANES]."""
-    scale = arrays["scale"]
-    if scale.dtype == jnp.uint8:
-        scale = jnp.ldexp(jnp.float32(1), scale.astype(jnp.int32) - numbers.EXPONENT_BIAS)
-    scale, offset = scale.astype(jnp.float32), None
+    scale, offset = arrays["scale"].astype(jnp.float32), None
     if scheme.zeros:
         offset = scale * arrays["zero"].astype(jnp.float32)
     if scheme.minimums:

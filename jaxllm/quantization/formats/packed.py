@@ -173,7 +173,8 @@ class PackedFormat(WeightFormat):
 
         scheme, outputs = self._scheme_of(weight), stored["scale"].shape[:-1]
         assert scheme is not None
-        return Laned(outputs, stored) if takes(scheme, math.prod(outputs)) else None
+        num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
+        return Laned(outputs, stored) if takes(scheme, math.prod(outputs), num_inputs) else None
 
     def _declare_stored(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         plain, n = weight.plain, weight.num_contracted
@@ -226,7 +227,9 @@ class PackedFormat(WeightFormat):
     def of(self, weight: WeightSpec) -> Self:
         tensor = weight.plain.source.tensors[0]
         stored = self._declare_stored(weight) if self.tiles or self.lanes else None
-        found = replace(self, weight_scheme=self._scheme_of(weight), transposed=tensor.transposed, has_kernels=weight.has_kernels)
+        found = replace(
+            self, weight_scheme=self._scheme_of(weight), transposed=tensor.transposed, has_kernels=weight.has_kernels
+        )
         return replace(found, tiled=self._tiled(weight, stored), laned=self._laned(weight, stored))
 
     @property
