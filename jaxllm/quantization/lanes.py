@@ -111,7 +111,6 @@ def _sums(arrays: Arrays, scheme: Scheme, x: Array) -> Array:
             of_rows = jnp.moveaxis(x[..., i, half], 0, -1)[..., None]
             sums[i % 2] = sums[i % 2] + values * of_rows
     scale, offset = _scale_and_offset(arrays, scheme)
-    factor = arrays.get("factor")  # [vectors, 1, LANES]
     y = (sums[0] + sums[1]) * scale[:, :, None, None]
     if offset is not None:
         y = y - offset[:, :, None, None] * jnp.moveaxis(x.sum(axis=(3, 4)), 0, -1)[..., None]
@@ -119,7 +118,6 @@ def _sums(arrays: Arrays, scheme: Scheme, x: Array) -> Array:
     y = lax.optimization_barrier(y.reshape(num_vectors, -1, num_rows, LANES))
     # Not `sum`, which goes to YNNPACK: that takes longer to begin than to add.
     y = functools.reduce(operator.add, (y[:, i] for i in range(y.shape[1])))
-    y = y if factor is None else y * factor
     return jnp.moveaxis(y, 1, 0).reshape(num_rows, -1)
 
 
@@ -139,8 +137,9 @@ def _centred(codes: Array, scheme: Scheme) -> Array:
 
 
 def _scale_and_offset(arrays: Arrays, scheme: Scheme) -> tuple[Array, Array | None]:
-    """What a group multiplies with, and what it subtracts then; without factors of outputs. Float32 [vectors, groups, LANES]."""
+    """What a group multiplies with, and what it subtracts then. Float32 [vectors, groups, LANES]."""
     scale, offset = arrays["scale"].astype(jnp.float32), None
+    scale = scale * arrays["factor"] if scheme.factor else scale
     if scheme.zeros:
         offset = scale * arrays["zero"].astype(jnp.float32)
     if scheme.minimums:
