@@ -229,6 +229,10 @@ class ModelConfig(ServedModel):
         """This config, split over devices, with weights in the order of kernels where these take their formats."""
         return dataclasses.replace(self, has_tiles=True, formats=tuple(format.in_tiles() for format in self.formats))
 
+    def in_lanes(self) -> "ModelConfig":
+        """This config with weights in the order in which a CPU computes with them, where it takes their formats."""
+        return dataclasses.replace(self, formats=tuple(format.in_lanes() for format in self.formats))
+
     def without_kernels(self) -> "ModelConfig":
         """This config as it is by default on a GPU without kernels for its weights: see `WeightFormat.without_kernels`."""
         return dataclasses.replace(self, formats=tuple(format.without_kernels() for format in self.formats))

@@ -156,12 +156,15 @@ class WeightFormat:
     """The checkpoints in this format that can be read, for docs; empty: it is not chosen by a config.json that people write."""
     may_widen: ClassVar[bool] = False
     """Whether `--dequantize` decides how it is loaded."""
-    of_head: ClassVar[bool] = False
-    """Whether the head may be in it (`logits`); a head is in no other format."""
     unused: ClassVar[str] = r"\b\B"
     """A pattern of tensors that a checkpoint of this format may hold and that are not read."""
     unused_zeros: ClassVar[str] = r"\b\B"
     """Likewise, if all their values are zero and the model has no such weight."""
+
+    @property
+    def of_head(self) -> bool:
+        """Whether the head may be in it (`logits`, `rows`); a head is in no other format."""
+        return False
 
     @property
     def kv_scales(self) -> "WeightFormat | None":
@@ -202,6 +205,10 @@ class WeightFormat:
     def in_tiles(self) -> Self:
         """The format of the same weights, in the order of the kernels of `pallas_kernels.quantized_matmul` where these take their
         numbers."""
+        return self
+
+    def in_lanes(self) -> Self:
+        """The format of the same weights, in the order of `jaxllm.quantization.lanes` where a CPU takes their numbers so."""
         return self
 
     @property
@@ -266,6 +273,10 @@ class WeightFormat:
 
     def logits(self, arrays: Arrays, x: Array, multiply: Multiply) -> Array:
         """Multiply x by a head's weight: [T, D] to float32 [T, V], in a format `of_head`. multiply: as `product` takes it."""
+        raise NotImplementedError
+
+    def rows(self, arrays: Arrays, index: Array) -> Array:
+        """Rows of a head that is the embedding too: of these ids, or the nearest that there are, float32, in a format `of_head`."""
         raise NotImplementedError
 
     def operand(self, arrays: Arrays) -> Any:

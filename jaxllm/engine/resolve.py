@@ -99,7 +99,9 @@ def resolve_sizes(
         if not is_here and config.model.dequantize is None and model_config.without_kernels() != model_config:
             logger.info("planned for GPUs with kernels for weights in 8 bits (Hopper); for others add --dequantize")
         model_config = model_config.in_tiles()
-    elif on_gpu and config.model.dequantize is None:
+    elif not on_gpu:
+        model_config = model_config.in_lanes()
+    elif config.model.dequantize is None:
         model_config = model_config.without_kernels()
     config = config.replace(
         attention_implementation=attention_implementation(

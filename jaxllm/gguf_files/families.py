@@ -184,10 +184,13 @@ def _config_json(file: GgufFile, family: Family) -> dict[str, Any]:
 
 
 def _quantization_config(file: GgufFile, family: Family) -> dict[str, Any]:
-    """The types of the layers' matrices, by module."""
-    names = {transformers_name(name, family): tensor for name, tensor in file.tensors.items() if name.startswith("blk.")}
-    types = {str(name).removesuffix(".weight"): tensor.type for name, tensor in names.items() if len(tensor.shape) == 2}
-    return {"quant_method": "gguf", "types": types}
+    """The types of the layers' matrices, and of tables of tokens, by module."""
+
+    def types(*prefixes: str) -> dict[str, str]:
+        names = {transformers_name(name, family): tensor for name, tensor in file.tensors.items() if name.startswith(prefixes)}
+        return {str(name).removesuffix(".weight"): tensor.type for name, tensor in names.items() if len(tensor.shape) == 2}
+
+    return {"quant_method": "gguf", "types": types("blk."), "table_types": types("token_embd.", "output.")}
 
 
 def _ends(file: GgufFile) -> list[int]:

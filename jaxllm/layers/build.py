@@ -24,8 +24,8 @@ def build_model(config: ModelConfig, layers: range | None = None) -> CausalLM:
     given = () if layers is None else (layers,)
     model: CausalLM = getattr(importlib.import_module(module), name)(config, *given)
     take_formats(config, model.blocks)
-    if model.head is not None:
-        model.head.take_formats(config.formats)
+    if (head := model.output_head) is not None:
+        head.take_formats(config.formats)
     return model
 
 

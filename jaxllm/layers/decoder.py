@@ -173,6 +173,12 @@ class CausalLM(nnx.Module):
         """Whether other stages have layers of the model."""
         return len(self.layers) < self.config.num_layers
 
+    @property
+    def output_head(self) -> Embedding | None:
+        """What logits are computed with: the head, or the embedding that it is tied to; None: nothing."""
+        is_tied = self.config.generates and self.config.tie_word_embeddings
+        return self.embedding if self.head is None and is_tied else self.head
+
     def __call__(self, step: Step) -> Array:
         """Hidden states [T, D] after the last norm, whole on every device; of a stage that others follow what enters the next one."""
         runs = self.run(self.embed(step) if step.entering_TD is None else self.enter(step), step, self.layers)
@@ -227,7 +233,8 @@ class CausalLM(nnx.Module):
 
         adapt: of these tokens; None: none has an adapter.
         """
-        head = self.embedding if self.head is None else self.head
+        head = self.output_head
+        assert head is not None
         change = None if adapt is None else partial(adapt.scores, self.config.names.head)
         return head.logits(hidden_TD, shards, self.config.head, change)
 

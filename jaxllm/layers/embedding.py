@@ -34,18 +34,22 @@ class Embedding(nnx.Module):
         """Computes products with a head in tiles: as `Step.multiply`."""
 
     def take_formats(self, formats: Sequence[WeightFormat]) -> None:
-        """Put the weight of an abstract head into the format of heads, if there is one."""
+        """Put the weight of an abstract head, or of the embedding that it is tied to, into a format of heads, if one has it."""
         if of_heads := [format for format in formats if format.of_head]:
             modules = [Module(self.name, (self.vocab_size,))]
             source = output_major(modules, "weight", 0, self.shape[1:])
             inputs_first = ParamSpec(self.shape[::-1], self.axes[::-1], self.dtype, source)
-            self.weight = declare(of_heads, WeightSpec(inputs_first, tuple(modules), split_outputs=0))
+            weight = declare(of_heads, WeightSpec(inputs_first, tuple(modules), split_outputs=0))
+            self.weight = weight if isinstance(weight, PackedWeight) else self.weight
 
     def __call__(self, token_ids_T: Array, shards: Shards = ONE_DEVICE) -> Array:
         """The rows of these ids, in the type of the activations; ids must lie in the vocabulary.
 
         Of several devices, this one's part of the sum: zeros for ids whose rows are elsewhere.
         """
+        if isinstance(self.weight, PackedWeight):
+            assert shards.size == 1, "devices split no embedding that is packed"
+            return self.weight.rows(token_ids_T).astype(self.dtype)
         weight_VD: Array = self.weight[...]
         if shards.size == 1:
             return weight_VD.at[token_ids_T].get(mode="clip").astype(self.dtype)

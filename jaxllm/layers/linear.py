@@ -69,6 +69,10 @@ class PackedWeight(nnx.Module):
         """As `WeightFormat.logits`."""
         return self.format.logits(self._arrays(), x, multiply)
 
+    def rows(self, index: Array) -> Array:
+        """As `WeightFormat.rows`."""
+        return self.format.rows(self._arrays(), index)  # type: ignore[no-any-return]
+
     def __getitem__(self, index: object) -> Any:
         """The weight of experts, indexed as a parameter: `weight[...]`."""
         return self.format.operand(self._arrays())[index]

@@ -30,14 +30,12 @@ def product(arrays: Arrays, x: Array, scheme: Scheme) -> Array:
         # XLA would convert them one by one, in slices too.
         flat["codes"] = lax.bitcast_convert_type(flat["codes"], jnp.uint8)
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    # Inputs 0, 2, ... of bytes that hold two codes, then 1, 3, ...; or all of them.
-    parts = [rows[:, i :: number.per_value] for i in range(number.per_value)]
     is_integer = number.table is None and number.code_type != "float8_e4m3fn"
     lanes = math.gcd(flat["codes"].shape[-1] // flat["scale"].shape[-1], _LANES)
     if len(rows) <= (_FEW_ROWS if is_integer else _FEW_ROWS_OF_FLOATS) and lanes >= _LANES // 2:
-        y = _few_rows(flat, scheme, parts, lanes)
+        y = _few_rows(flat, scheme, _parts(rows, scheme), lanes)
     else:
-        y = _many_rows(flat, scheme, parts)
+        y = many_rows(flat, scheme, rows)
     return y.reshape(*x.shape[:-1], *outputs)
 
 
@@ -72,9 +70,9 @@ def _few_rows(arrays: Arrays, scheme: Scheme, parts: list[Array], lanes: int) ->
     return y * arrays["factor"] if "factor" in arrays else y
 
 
-def _many_rows(arrays: Arrays, scheme: Scheme, parts: list[Array]) -> Array:
-    """Float32 products with a block of outputs after the other."""
-    num_outputs, num_inputs = len(arrays["codes"]), sum(part.shape[1] for part in parts)
+def many_rows(arrays: Arrays, scheme: Scheme, x: Array) -> Array:
+    """Float32 products [rows, outputs] with a block of outputs after the other. arrays: their outputs are one dimension."""
+    num_outputs, num_inputs, parts = len(arrays["codes"]), x.shape[1], _parts(x, scheme)
     most = max(1, _WIDE_BYTES // (4 * num_inputs))
     block = max(n for n in range(1, most + 1) if num_outputs % n == 0)
     block = block if block >= _LANES else num_outputs
@@ -90,6 +88,12 @@ def _many_rows(arrays: Arrays, scheme: Scheme, parts: list[Array]) -> Array:
 
     blocks = {name: array.reshape(-1, block, *array.shape[1:]) for name, array in arrays.items()}
     return lax.map(of_block, blocks).transpose(1, 0, 2).reshape(-1, num_outputs)
+
+
+def _parts(x: Array, scheme: Scheme) -> list[Array]:
+    """Inputs 0, 2, ... of bytes that hold two codes, then 1, 3, ...; or all of them."""
+    per_value = numbers.NUMBERS[scheme.number].per_value
+    return [x[:, i::per_value] for i in range(per_value)]
 
 
 def _float32(codes: Array, scheme: Scheme) -> Array:

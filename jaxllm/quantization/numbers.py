@@ -109,6 +109,15 @@ class Tiled:
     """See `WeightFormat.stored_parts`. Not compared: equal layers have equal formats."""
 
 
+@dataclass(frozen=True)
+class Laned:
+    """A weight in lanes, as a CPU has it."""
+
+    outputs: tuple[int, ...]
+    stored: "Mapping[str, ParamSpec]" = field(compare=False)
+    """As of `Tiled`."""
+
+
 NVFP4 = Scheme("e2m1", 16, scale_type="float8_e4m3fn", factor=True)
 
 

@@ -72,9 +72,13 @@ def rounded(
     return codes.astype(np.uint8), scale, zero.astype(np.uint8)
 
 
-def load(directory: Path, *, tensor_parallel_size: int = 1, load_format: str = "auto", **options: Any) -> Any:
-    """(config, state) of a checkpoint in float32 on the first devices. options: of `load_model_config`."""
+def load(
+    directory: Path, *, tensor_parallel_size: int = 1, load_format: str = "auto", in_lanes: bool = False, **options: Any
+) -> Any:
+    """(config, state) of a checkpoint in float32 on the first devices. in_lanes: as an engine on a CPU has it. options: of
+    `load_model_config`."""
     config = load_model_config(directory, **options).for_tensor_parallel(tensor_parallel_size)
+    config = config.in_lanes() if in_lanes else config
     mesh = make_mesh(tensor_parallel_size)
     return config, load_weights(config, build_model(config), directory, load_format=load_format, mesh=mesh)
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxllm.quantization import numbers
+from jaxllm.quantization import lanes, numbers
 from jaxllm.quantization.numbers import NUMBERS, Scheme
 from jaxllm.quantization.packed import product
 from tests.helpers.slow import slow_except
@@ -50,7 +50,7 @@ def weight(scheme: Scheme, outputs: tuple[int, ...], num_inputs: int) -> dict[st
 @pytest.mark.parametrize("name", slow_except(["minimums", "short"], SCHEMES))
 def test_products(name, num_rows):
     scheme = SCHEMES[name]
-    arrays = weight(scheme, (3, 7), 384)
+    arrays = weight(scheme, (2, 24), 384)
     x = np.random.default_rng(1).standard_normal((num_rows, 384)).astype(np.float32)
     exact = np.einsum("rk,abk->rab", x.astype(np.float64), numbers.widen(arrays, scheme, np).astype(np.float64))
     compute = jax.jit(lambda arrays, x: product(arrays, scheme, x))
@@ -58,8 +58,39 @@ def test_products(name, num_rows):
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, exact, atol=2e-6 * np.abs(exact).max())
     narrow = compute(arrays, jnp.asarray(x, jnp.bfloat16)[None])
-    assert narrow.shape == (1, num_rows, 3, 7) and narrow.dtype == ml_dtypes.bfloat16
+    assert narrow.shape == (1, num_rows, 2, 24) and narrow.dtype == ml_dtypes.bfloat16
     np.testing.assert_allclose(narrow[0].astype(np.float32), exact, atol=0.02 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+@pytest.mark.parametrize("name", slow_except(["factor"], ["int4", "zeros", "minimums", "int8", "channel", "factor"]))
+def test_lanes(monkeypatch, name, num_rows):
+    """Blocks of outputs too; the rows are those of the widened weight."""
+    scheme = (SCHEMES | {"factor": Scheme("int4", 48, zeros=True, minimums=True, factor=True)})[name]
+    monkeypatch.setattr(lanes, "_SUMS_BYTES", 1 << 14)
+    arrays = weight(scheme, (2, 48), 384)
+    assert lanes.takes(scheme, 96, 384)
+    x = np.random.default_rng(1).standard_normal((num_rows, 384)).astype(np.float32)
+    widened = numbers.widen(arrays, scheme, np).astype(np.float64)
+    exact = np.einsum("rk,abk->rab", x.astype(np.float64), widened)
+    found = jax.jit(lambda arrays, x: lanes.product(arrays, scheme, x, (2, 48)))(in_lanes(arrays), x)
+    np.testing.assert_allclose(found, exact, atol=2e-6 * np.abs(exact).max())
+    rows = lanes.rows(in_lanes(arrays), scheme, jnp.array([[0, 17], [95, 1000]]))
+    np.testing.assert_allclose(rows, widened.reshape(96, 384)[[[0, 17], [95, 95]]], rtol=1e-5, atol=1e-6)
+
+
+def in_lanes(arrays):
+    """By definition: index [vector, number of an output, output of the vector]."""
+    return {name: jnp.asarray(array.reshape(6, 16, -1).swapaxes(1, 2)) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES["e4m3"], SCHEMES["mxfp4"], SCHEMES["short"], Scheme("int8", 4)])
+def test_what_stays_out_of_lanes(scheme):
+    assert not lanes.takes(scheme, 32, 384)
+
+
+def test_outputs_that_are_no_whole_vectors_stay_out_of_lanes():
+    assert not lanes.takes(SCHEMES["int8"], 40, 384)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 64])
@@ -69,6 +100,9 @@ def test_weights_are_never_widened_as_a_whole(num_rows):
     arrays |= {name: jax.ShapeDtypeStruct((shape[0], shape[1] // 32), jnp.float32) for name in ("scale", "minimum")}
     x = jax.ShapeDtypeStruct((num_rows, shape[1]), jnp.float32)
     compiled = jax.jit(lambda arrays, x: product(arrays, scheme, x)).lower(arrays, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * shape[0] * shape[1] / 2
+    arrays = {name: jax.ShapeDtypeStruct((128, array.shape[1], 16), array.dtype) for name, array in arrays.items()}
+    compiled = jax.jit(lambda arrays, x: lanes.product(arrays, scheme, x, shape[:1])).lower(arrays, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * shape[0] * shape[1] / 2
 
 

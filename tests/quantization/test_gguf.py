@@ -11,6 +11,7 @@ from jaxllm.gguf_files.blocks import BLOCKS
 from jaxllm.hub import resolve_model
 from jaxllm.layers.build import build_model
 from jaxllm.layers.linear import Linear, PackedWeight
+from jaxllm.layers.parameters import weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.gguf import scheme_of_blocks
@@ -59,16 +60,16 @@ def write(tmp_path, monkeypatch):
     """Writes a Llama whose matrices have these types in turn, in the order q, k, v, o, gate, up, down of each layer."""
     monkeypatch.setenv("JAXLLM_CACHE_DIR", str(tmp_path / "cache"))
 
-    def write(*types):
+    def write(*types, tokens=("Q8_0", 40)):
         random = np.random.default_rng(0)
-        shapes = {"model.embed_tokens.weight": (40, 256), "model.norm.weight": (256,)}
+        shapes = {"model.embed_tokens.weight": (tokens[1], 256), "model.norm.weight": (256,)}
         for i in range(2):
             for name, shape in LAYER.items():
                 shapes[f"model.layers.{i}.{name}"] = shape
         # Blocks of K types are of small numbers without sign, which norms keep in range.
         tensors = {name: random.normal(0, 0.05, shape) + (len(shape) == 1) for name, shape in shapes.items()}
         raw = {**files.WIDE, "num_hidden_layers": 2}
-        files.write(tmp_path / "model.gguf", "llama", raw, tensors, ("Q8_0", *types * 2))
+        files.write(tmp_path / "model.gguf", "llama", raw | {"vocab_size": tokens[1]}, tensors, (tokens[0], *types * 2))
         return resolve_model(str(tmp_path / "model.gguf"))
 
     return write
@@ -118,6 +119,20 @@ def assert_equal_logits(directory, size=1):
     found = goldens.logits(*as_stored, quantized.PROMPT)
     wanted = goldens.logits(*quantized.load(directory), quantized.PROMPT)
     np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab_size"), slow_except([("Q6_K", 48)], [("Q6_K", 48), ("Q8_0", 48), ("MXFP4", 48), ("Q8_0", 40)])
+)
+def test_lanes(write, kind, vocab_size):
+    """Layers and the tied embedding, but for numbers from a table and 40 tokens, which are no whole vectors."""
+    directory = write("Q4_K", "Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q4_1", "Q8_0", tokens=(kind, vocab_size))
+    config, state = quantized.load(directory, dequantize=False, in_lanes=True)
+    laned = {weight.path[-2] for weight in weights(state) if getattr(weight.format, "laned", None) is not None}
+    assert laned == {"qkv", "out", "gate_up", "down", *(["embedding"] if vocab_size == 48 and kind != "MXFP4" else [])}
+    for prompt in (quantized.PROMPT, quantized.PROMPT * 3):  # few rows, and many
+        wanted = goldens.logits(*quantized.load(directory), prompt)
+        np.testing.assert_allclose(goldens.logits(config, state, prompt), wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_an_engine_answers_as_with_widened_weights(write):

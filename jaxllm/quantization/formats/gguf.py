@@ -20,30 +20,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Gguf(PackedFormat):
-    """Types of BLOCKS stay in 4 or 8 bits; all others are widened by the reader of the files, as are tables of tokens.
+    """Types of BLOCKS stay in 4 or 8 bits; all others are widened by the reader of the files, as are tables of tokens: on a CPU all but
+    what logits are computed with.
 
     Modules of one product may have different types: they get numbers of 8 bits in the smallest of their groups.
     """
 
     types: tuple[tuple[str, str], ...]
-    """Modules with the types of their weights, those that are no linear layers included."""
+    """Modules of layers with the types of their weights, those that are no linear layers included."""
+    table_types: tuple[tuple[str, str], ...] = ()
+    """The same of the embedding and the head."""
 
     methods: ClassVar[tuple[str, ...]] = ("gguf",)
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
-        types = given.get("types") if given else {}
-        if not isinstance(types, Mapping):
-            faults.append(f"types of the GGUF weights are {types!r:.100}, must be an object of types by module")
-            return None
-        found = tuple((module, type) for module, type in types.items() if type in BLOCKS)
+        found = []
+        for name in ("types", "table_types"):
+            types = given.get(name, {})
+            if not isinstance(types, Mapping):
+                faults.append(f"{name} of the GGUF weights are {types!r:.100}, must be an object of types by module")
+                return None
+            found.append(tuple((module, type) for module, type in types.items() if type in BLOCKS))
+        of_layers, of_tables = found
         # Products with plain weights are faster for several rows at a time.
         widens = options.dequantize is not False or options.quantization is not None
-        return None if widens or not found else cls(types=found)
+        return None if widens or not of_layers else cls(types=of_layers, table_types=of_tables)
 
     @functools.cached_property
     def _types(self) -> Mapping[str, str]:
-        return dict(self.types)
+        return dict(self.types + self.table_types * self.lanes)
 
     def _blocks(self, module: str) -> Blocks | None:
         return BLOCKS.get(self._types.get(module, ""))
@@ -64,6 +70,10 @@ class Gguf(PackedFormat):
 
     def faults(self, config: "ModelConfig") -> list[str]:
         return []
+
+    @property
+    def of_head(self) -> bool:
+        return self.lanes
 
     def told(self, dtype: str) -> str:
         kinds = ", ".join(sorted(set(self._types.values())))

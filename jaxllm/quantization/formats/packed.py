@@ -12,7 +12,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
-from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme, Tiled
+from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Laned, Number, Scheme, Tiled
 from jaxllm.weight_format import (
     Array,
     Arrays,
@@ -60,7 +60,11 @@ class PackedFormat(WeightFormat):
     transposed: bool = False
     """A checkpoint in no format has the inputs of this weight first."""
     tiled: Tiled | None = None
-    """This weight in tiles; None: it is as stored."""
+    """This weight in tiles; None: it is not."""
+    lanes: bool = False
+    """Whether weights of products are in the order of a CPU (`jaxllm.quantization.lanes`) where it takes them."""
+    laned: Laned | None = None
+    """This weight in lanes; None: it is not."""
     has_kernels: bool = True
     """See `WeightSpec.has_kernels`, of this weight."""
 
@@ -108,18 +112,29 @@ class PackedFormat(WeightFormat):
     def in_tiles(self) -> Self:
         return replace(self, tiles=self.computes)
 
+    def in_lanes(self) -> Self:
+        return replace(self, lanes=self.computes)
+
     @property
     def stored_parts(self) -> Mapping[str, ParamSpec] | None:
-        return None if self.tiled is None else self.tiled.stored
+        laid_out = self.tiled or self.laned
+        return None if laid_out is None else laid_out.stored
 
     def laid_out(self, arrays: Arrays, parts: Mapping[str, ParamSpec], mesh: Any) -> Arrays:
+        from jaxllm.quantization import lanes
         from jaxllm.quantization.tiles import lay_out
 
+        if self.laned is not None:
+            return lanes.lay_out(arrays, parts, mesh)
         assert self.tiled is not None
         return lay_out(arrays, self.tiled, parts, self._scheme.number, mesh)
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         stored = self._declare_stored(weight)
+        if (laned := self._laned(weight, stored)) is not None:
+            from jaxllm.quantization import lanes
+
+            return lanes.declare(laned)
         if (tiled := self._tiled(weight, stored)) is None:
             return stored
         from jaxllm.quantization import tiles
@@ -148,6 +163,18 @@ class PackedFormat(WeightFormat):
             num_groups = max(1, num_groups // self.size)
         is_taken = takes(scheme, num_inputs, num_groups)
         return Tiled(tuple(outputs), num_inputs, num_groups, num_lead, stored) if is_taken else None
+
+    def _laned(self, weight: WeightSpec, stored: dict[str, ParamSpec] | None) -> Laned | None:
+        """A weight in lanes; None: it is not, because it is none of a linear layer or head, devices split weights, or its numbers are
+        not converted many at a time."""
+        if not self.lanes or stored is None or not weight.modules or self.size > 1:
+            return None
+        from jaxllm.quantization.lanes import takes
+
+        scheme, outputs = self._scheme_of(weight), stored["scale"].shape[:-1]
+        assert scheme is not None
+        num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
+        return Laned(outputs, stored) if takes(scheme, math.prod(outputs), num_inputs) else None
 
     def _declare_stored(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         plain, n = weight.plain, weight.num_contracted
@@ -199,9 +226,11 @@ class PackedFormat(WeightFormat):
 
     def of(self, weight: WeightSpec) -> Self:
         tensor = weight.plain.source.tensors[0]
-        tiled = self._tiled(weight, self._declare_stored(weight)) if self.tiles else None
-        scheme, has_kernels = self._scheme_of(weight), weight.has_kernels
-        return replace(self, weight_scheme=scheme, transposed=tensor.transposed, tiled=tiled, has_kernels=has_kernels)
+        stored = self._declare_stored(weight) if self.tiles or self.lanes else None
+        found = replace(
+            self, weight_scheme=self._scheme_of(weight), transposed=tensor.transposed, has_kernels=weight.has_kernels
+        )
+        return replace(found, tiled=self._tiled(weight, stored), laned=self._laned(weight, stored))
 
     @property
     def _scheme(self) -> Scheme:
@@ -214,18 +243,37 @@ class PackedFormat(WeightFormat):
 
     @property
     def widens_in_products(self) -> bool:
-        return self.computes and self.has_kernels and self.tiled is None
+        return self.computes and self.has_kernels and self.tiled is None and self.laned is None
 
     @property
     def widens_each(self) -> bool:
         return self.computes and not self.has_kernels
 
     def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
-        from jaxllm.quantization import packed, tiles
+        from jaxllm.quantization import lanes, packed, tiles
 
+        if self.laned is not None:
+            return lanes.product(arrays, self._scheme, x, self.laned.outputs).astype(x.dtype)
         if self.tiled is not None:
             return tiles.product(arrays, self._scheme.number, x, self.tiled.outputs, multiply)
         return packed.product(arrays, self._scheme, x, shards)
+
+    def logits(self, arrays: Arrays, x: Array, multiply: Multiply) -> Array:
+        from jaxllm.quantization import lanes, packed, tiles
+
+        if self.laned is not None:
+            return lanes.product(arrays, self._scheme, x, self.laned.outputs)
+        if self.tiled is not None:
+            return tiles.product(arrays, self._scheme.number, x, self.tiled.outputs, multiply, "float32")
+        return packed.product(arrays, self._scheme, x, dtype="float32")
+
+    def rows(self, arrays: Arrays, index: Array) -> Array:
+        from jaxllm.quantization import lanes, packed
+
+        if self.laned is not None:
+            return lanes.rows(arrays, self._scheme, index)
+        taken = {name: array.at[index].get(mode="clip") for name, array in arrays.items()}
+        return packed.widen(taken, self._scheme, "float32")
 
     def operand(self, arrays: Arrays) -> Any:
         """Not in tiles: float32, which whoever takes it rounds to the model's type; without kernels `StoredExperts`."""

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxllm.quantization.formats.compressed_tensors import Group
 from jaxllm.quantization.formats.rounded import NUMBERS_BY_OPTION, Rounded
 from jaxllm.quantization.numbers import Scheme
-from jaxllm.weight_format import Array, Arrays, Multiply, Options
+from jaxllm.weight_format import Options
 
 if TYPE_CHECKING:
     from jaxllm.model_config import ModelConfig
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class RoundedHead(Rounded):
     """The weight of an untied head, symmetric int8 with a float32 scale per token, as `Rounded` has those of layers."""
 
-    of_head: ClassVar[bool] = True
+    @property
+    def of_head(self) -> bool:
+        return True
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
@@ -36,13 +38,6 @@ class RoundedHead(Rounded):
                 "--quantize-lm-head out (--quantization makes the layers smaller)"
             ]
         return []
-
-    def logits(self, arrays: Arrays, x: Array, multiply: Multiply) -> Array:
-        from jaxllm.quantization import packed, tiles
-
-        if self.tiled is not None:
-            return tiles.product(arrays, self._scheme.number, x, self.tiled.outputs, multiply, "float32")
-        return packed.product(arrays, self._scheme, x, dtype="float32")
 
     def unrestorable(self, names: Collection[str]) -> str:
         return "holds an orbax checkpoint, whose head stays as it is; leave --quantize-lm-head out, or load the original"
