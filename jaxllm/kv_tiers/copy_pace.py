@@ -4,8 +4,8 @@ from collections import deque
 from statistics import median
 
 SHARE = 0.1
-"""Largest part of a decode step's time that copies may add to it for each request that waits for them. A load takes the same time from those
-that decode however many steps it is spread over; where several wait, speed counts more than even steps."""
+"""Largest part of a decode step's time that copies may add to it for each request that waits for them. A load takes as much of the time of
+requests that decode however many steps it is spread over; where several wait, speed counts more than even steps."""
 MOST_SHARE = 0.3
 """For all of them."""
 _NUM_RECENT = 32
