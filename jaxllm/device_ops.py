@@ -1,7 +1,7 @@
 """Work on the devices that a step's plan carries in addition to its rows. Does not import JAX."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -13,10 +13,6 @@ PAGE_TOKENS = 64
 
 class DeviceOp(msgspec.Struct, frozen=True, tag_field="op"):
     """An operation that every rank, stage and host runs before a plan's forward pass, after all steps dispatched before."""
-
-    is_launched: ClassVar[bool] = False
-    """Whether what runs it gives its programs a place behind all launches before, in whichever thread these are, and leaves nothing to be
-    done before the step. Others run when these launches are over."""
 
 
 class WriteAdapter(DeviceOp, frozen=True):
@@ -95,7 +91,6 @@ class EncodeAudio(RankOp, frozen=True):
 class CopyBlocks(DeviceOp, frozen=True):
     """A part of a copy between blocks and slots of host memory. Returns at once; when it is over, a `FinishedCopy` has its number."""
 
-    is_launched = True
     number: int
     staging: int
     """The staging buffer on the devices, which nothing else uses meanwhile."""

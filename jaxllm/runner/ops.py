@@ -90,11 +90,10 @@ class PlanRunner:
         """See Executor."""
         parts: list[PendingPart] = []
         if plan.ops:
-            parts = run_ops(plan.ops, self._run_in_order)
+            self.drain()
+            parts = run_ops(plan.ops, self.run_op)
             if not plan.rows:
-                if not all(op.is_launched for op in plan.ops):
-                    self.drain()
-                    self.finish_ops()
+                self.finish_ops()
                 return OpsInFlight(parts)
         start = time.perf_counter()
         step = self.start_step(plan)
@@ -102,11 +101,6 @@ class PlanRunner:
         self.num_steps += 1
         self.dispatch_seconds += time.perf_counter() - start
         return step
-
-    def _run_in_order(self, op: DeviceOp) -> list[PendingPart]:
-        if not op.is_launched:
-            self.drain()
-        return self.run_op(op)
 
     def drain(self) -> None:
         """Wait until every launch in a thread has run, including failed ones."""

@@ -370,7 +370,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
 
     def drop_caches(self) -> None:
         """Free all rows and the arrays that steps change: the KV cache, the rows' arrays, the state of full sampling."""
-        self.drain()
         self.batches.clear()
         for runner in self.op_runners:
             runner.release()
@@ -462,13 +461,6 @@ class ModelRunner(WeightsHolder, PlanRunner):
     def launch_in_thread(self) -> None:
         """Have the thread launch every step from now on: a launch may wait for other hosts."""
         self._launcher, self._max_thread_rows = self._launcher or WorkerThread("launch"), self.buckets.max_rows
-
-    def launch(self, call: Callable[[], None]) -> None:
-        """Make a call that launches programs, after all earlier launches: in their thread, or in this one. It raises nothing."""
-        if self._launcher is None:
-            call()
-        else:
-            self._launcher.submit(call)
 
     def _start_launch(self, launch: Callable[[StepInFlight], None], step: StepInFlight) -> None:
         """Launch a step, or a part of it, after all earlier launches: in the thread or in this one."""

@@ -1,8 +1,7 @@
 """Engines whose blocks leave for host memory and come back: the tokens are those of prompts that are computed alone."""
 
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from jaxllm.kernel_policy import CPU
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.request import EngineCoreRequest
 from jaxllm.routing.balancer import Balancer
-from jaxllm.runner.features.block_copies import programs
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.block_hash import hashes_of
 from tests.helpers import goldens, peft_files
@@ -83,37 +81,6 @@ def test_tokens_are_those_without_a_tier(case: list[Any]) -> None:
     assert 16 * NUM_BLOCKS < stats.external_prefix_cache_hits < stats.external_prefix_cache_queries
     assert stats.external_prefix_cache_hits <= stats.prefix_cache_hits + stats.resumed_prefix_cache_hits
     core.check_integrity()
-    core.shutdown()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("most_rows", [0, 4], ids=["steps here", "steps in the thread"])
-def test_copies_are_launched_late_and_in_order(most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a thread, as on GPUs, which is behind the plans. Larger steps are launched by that of the plans."""
-
-    def late(start: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            time.sleep(0.002)
-            return start(*arguments)
-
-        return call
-
-    prompts = make_prompts(8)
-    wanted = expected("qwen3", prompts)
-    core = make("qwen3")
-    runner: Any = core.runner
-    runner.launch_in_thread()
-    runner._max_thread_rows = most_rows
-    for name in ("gather", "scatter"):
-        monkeypatch.setattr(programs, name, late(getattr(programs, name)))
-    client = Client(core, prompts)
-    for _ in range(3):
-        assert client.run() == wanted
-    with injected("kv.scatter:2:error"):
-        client.run()
-    assert core.stats().num_retried_steps + core.stats().num_lost_steps
-    assert client.run() == wanted
-    assert core.stats().num_loaded_blocks > NUM_BLOCKS and not core.stats().num_damaged_blocks
     core.shutdown()
 
 

@@ -97,6 +97,10 @@ class BlockCopier(OpRunner):
             self._is_woken = True
             self._changed.notify_all()
 
+    def _submit(self, thread: int, op: CopyBlocks, finish: Finish) -> None:
+        self._threads[thread].submit(partial(self._finish, op, finish))
+        self._num_under_way += 1
+
     def _finish(self, op: CopyBlocks, finish: Finish) -> None:
         try:
             found = finish()
@@ -110,48 +114,39 @@ class BlockCopier(OpRunner):
 
     def run(self, op: CopyBlocks) -> None:
         """See OpRunner."""
-        self._num_under_way += 1
         match op:
             case GatherBlocks():
-                self._runner.launch(partial(self._gather, op))
+                size = self._size(len(op.block_ids))
+                program = self._runner.program(ProgramKey(Gather.name, size))
+                staging, sums = programs.gather(self._runner, program, size, op.block_ids, self._staging[op.staging])
+                self._staging[op.staging] = staging
+                self._num_under_way += 1
+                self._threads[0].submit(partial(self._store, op, staging, sums))
             case StageBlocks():
                 # Begun here, so that a copy is queued before the thread sees the end of the one before it.
-                self._start(1, op, partial(self._stage, op))
+                try:
+                    wait = self._to_device(op)
+                except Exception as error:
+                    wait = partial(_fail, error)  # of this copy, not of the step with which it begins
+                self._submit(1, op, partial(self._arrived, op, wait))
             case ScatterBlocks():
-                self._runner.launch(partial(self._start, 2, op, partial(self._scatter, op)))
-
-    def _start(self, thread: int, op: CopyBlocks, start: Callable[[], Finish]) -> None:
-        """Start a part of a copy, for whose end a thread waits. What fails is this copy, not the step with which it begins."""
-        try:
-            finish = start()
-        except Exception as error:
-            finish = partial(_fail, error)
-        self._threads[thread].submit(partial(self._finish, op, finish))
-
-    def _gather(self, op: GatherBlocks) -> None:
-        try:
-            size = self._size(len(op.block_ids))
-            program = self._runner.program(ProgramKey(Gather.name, size))
-            staging, sums = programs.gather(self._runner, program, size, op.block_ids, self._staging[op.staging])
-            self._staging[op.staging] = staging
-            start: Callable[[], Finish] = partial(self._to_host, op, staging, sums)
-        except Exception as error:
-            start = partial(_fail, error)
-        # One thread waits for programs, another for copies: a copy is queued while the one before it runs.
-        self._threads[0].submit(partial(self._start, 3, op, start))
-
-    def _stage(self, op: StageBlocks) -> Finish:
-        return partial(self._arrived, op, self._to_device(op))
-
-    def _scatter(self, op: ScatterBlocks) -> Finish:
-        size = self._size(len(op.block_ids))
-        program = self._runner.program(ProgramKey(Scatter.name, size))
-        staging, sums_DnH = self._staging[op.staging], self._staged_sums.pop(op.staging)
-        is_right_Dn = programs.scatter(self._runner, program, size, op.block_ids, staging, sums_DnH)
-        return partial(self._verdict, op, is_right_Dn)
+                size = self._size(len(op.block_ids))
+                program = self._runner.program(ProgramKey(Scatter.name, size))
+                staging, sums_DnH = self._staging[op.staging], self._staged_sums.pop(op.staging)
+                is_right_Dn = programs.scatter(self._runner, program, size, op.block_ids, staging, sums_DnH)
+                self._submit(2, op, partial(self._verdict, op, is_right_Dn))
 
     def _size(self, num_blocks: int) -> int:
         return next(size for size in self.sizes if size >= num_blocks)
+
+    def _store(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> None:
+        """Begin a copy to host memory once its program is over. Another thread waits for its end: a copy is queued while the one before it
+        runs."""
+        try:
+            finish = self._to_host(op, staging, sums)
+        except BaseException as error:
+            finish = partial(_fail, error)
+        self._threads[3].submit(partial(self._finish, op, finish))
 
     def _to_host(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> Finish:
         assert self._transfer is not None
@@ -336,5 +331,5 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _fail(error: Exception) -> NoReturn:
+def _fail(error: BaseException) -> NoReturn:
     raise error
