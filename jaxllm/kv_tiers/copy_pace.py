@@ -4,10 +4,7 @@ from collections import deque
 from statistics import median
 
 SHARE = 0.1
-"""Largest part of a decode step's time that copies may add to it for each request that waits for them. A load takes as much of the time of
-requests that decode however many steps it is spread over; where several wait, speed counts more than even steps."""
-MOST_SHARE = 0.3
-"""For all of them."""
+"""Largest part of a decode step's time that copies may add to it."""
 _NUM_RECENT = 32
 _GROWTH = 2
 """So many times as many blocks as in any step before, at most: what more of them take is not known yet."""
@@ -32,12 +29,12 @@ class CopyPace:
             self._added_seconds.append((seconds - median(self._plain_seconds)) / num_blocks)
             self._most_seen = max(self._most_seen, num_blocks)
 
-    def most(self, num_loading: int) -> int:
-        """Most blocks of the next step, if requests decode and so many wait for blocks."""
+    @property
+    def most(self) -> int:
+        """Most blocks of the next step, if requests decode."""
         if not self._added_seconds:
             return self._least
         limit, added = _GROWTH * self._most_seen, median(self._added_seconds)
         if added > 0:
-            share = min(MOST_SHARE, max(1, num_loading) * SHARE)
-            limit = min(limit, int(share * median(self._plain_seconds) / added))
+            limit = min(limit, int(SHARE * median(self._plain_seconds) / added))
         return max(self._least, limit)

@@ -176,9 +176,9 @@ class HostTier:
         self._loads.mark_wrong(set(names))
         self._stores.discard(names)
 
-    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False, num_loading: int = 1) -> TierStep:
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        self._loads.begin_step(step_id, decodes=decodes, num_loading=num_loading)
+        self._loads.begin_step(step_id, decodes=decodes)
         if over := [*self._over, *self._copies.finished()]:
             self._over = []
             for copy in over:

@@ -89,10 +89,10 @@ class Loads:
 
     # Steps
 
-    def begin_step(self, step_id: int, *, decodes: bool, num_loading: int) -> None:
+    def begin_step(self, step_id: int, *, decodes: bool) -> None:
         """See CacheTier."""
         self._step_id = step_id
-        self._most_copied = self._pace.most(num_loading) if decodes and self.under_way else None
+        self._most_copied = self._pace.most if decodes and self.under_way else None
 
     def go_on(self) -> TierStep:
         """Write what is staged, and report the loads that are over."""

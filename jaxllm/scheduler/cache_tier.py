@@ -86,10 +86,9 @@ class CacheTier(Protocol):
     def discard(self, names: Sequence[bytes]) -> None:
         """These contents were computed wrongly."""
 
-    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False, num_loading: int = 1) -> TierStep:
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens.
-        decodes: requests wait for tokens that the step draws, so it should not take much longer. num_loading: requests that wait for
-        copies alone: the more, the longer it may take."""
+        decodes: requests wait for tokens that the step draws, so it should not take much longer."""
 
     @property
     def is_storing(self) -> bool:

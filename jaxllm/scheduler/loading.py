@@ -87,9 +87,8 @@ class Loading:
         self._others_run = others_run
         self._ops = []
         self._keeps_waiting = False
-        num_loading = sum(not load.is_awaiting for load in self._loads.values()) if decodes else 0
         for tier in self._tiers:
-            found = tier.begin_step(step_id, done_step_id, decodes=decodes, num_loading=num_loading)
+            found = tier.begin_step(step_id, done_step_id, decodes=decodes)
             if found is not NOTHING:
                 self._ops += found.ops
                 self._end_loaded(tier, found.loaded)

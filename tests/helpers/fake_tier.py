@@ -153,7 +153,7 @@ class FakeTier:
     def note_decodes(self, ops: Sequence[DeviceOp], seconds: float) -> None:
         """See CacheTier."""
 
-    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False, num_loading: int = 1) -> TierStep:
+    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
         self.step_id = step_id
         for name, (stored_at, content) in list(self.stores.items()):
             if stored_at <= done_step_id:

@@ -1,7 +1,7 @@
 """Copies to the devices during decodes: how many blocks a step gets, by what steps took."""
 
 from jaxllm.device_ops import FinishedCopy, ScatterBlocks, StageBlocks
-from jaxllm.kv_tiers.copy_pace import MOST_SHARE, SHARE, CopyPace
+from jaxllm.kv_tiers.copy_pace import SHARE, CopyPace
 from jaxllm.kv_tiers.host_tier import HostTier
 from tests.helpers.fake_copies import AlwaysWorth
 from tests.kv_tiers.test_host_tier import Copies
@@ -10,24 +10,20 @@ from tests.kv_tiers.test_host_tier import Copies
 def test_a_step_gets_as_many_blocks_as_add_little_to_it() -> None:
     pace = CopyPace(2)
     pace.note(40, 1.0)
-    assert pace.most(1) == 2, "nothing is known without plain steps"
+    assert pace.most == 2, "nothing is known without plain steps"
     for _ in range(40):
         pace.note(0, 0.008)
     pace.note(2, 0.008)
-    assert pace.most(1) == 4, "they cost nothing, as far as is known"
+    assert pace.most == 4, "they cost nothing, as far as is known"
     for _ in range(40):
         pace.note(4, 0.008 + 4 * 0.0001)
-    assert pace.most(1) == round(SHARE * 0.008 / 0.0001)
-    pace.note(16, 0.008 + 16 * 0.0001)
-    assert pace.most(3) == round(3 * SHARE * 0.008 / 0.0001), "more requests wait for them"
-    pace.note(40, 0.008 + 40 * 0.0001)
-    assert pace.most(30) == round(MOST_SHARE * 0.008 / 0.0001)
+    assert pace.most == round(SHARE * 0.008 / 0.0001)
     for _ in range(40):
         pace.note(8, 0.008 + 8 * 0.001)
-    assert pace.most(1) == 2, "a part is copied in any case"
+    assert pace.most == 2, "a part is copied in any case"
     for _ in range(40):
         pace.note(0, 0.1)
-    assert pace.most(1) == 10, "steps are longer now"
+    assert pace.most == 10, "steps are longer now"
 
 
 def test_parts_wait_for_the_next_step_where_requests_decode() -> None:
