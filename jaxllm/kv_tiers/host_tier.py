@@ -161,6 +161,10 @@ class HostTier:
         self._lost.note_stored(num_taken)
         return ops, len(new) - num_taken
 
+    @property
+    def can_store(self) -> bool:
+        return len(self._free_staging) > KEPT_FOR_LOADS
+
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
         return self.contents.missing(names)
 

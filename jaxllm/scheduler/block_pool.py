@@ -23,6 +23,8 @@ class BlockPool:
         # Blocks by content. Two requests that compute the same content at the same time keep a block each,
         # because tables are append-only; the rare second block turns the value into a dict by block id.
         self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self.is_cached: Callable[[bytes], bool] = self._cached.__contains__
+        """Whether `find` finds a block. A prompt asks it thousands of times, so no function lies between."""
         self.events: EventCollector | None = None
         """If set, receives which contents came with their first block and left with their last."""
         self.observer: CacheObserver | None = None
@@ -66,13 +68,19 @@ class BlockPool:
         found = self._cached.get(block_hash)
         return max(found.values(), key=lambda block: block.ref_count) if isinstance(found, dict) else found
 
+    def find_all(self, hashes: Iterable[bytes]) -> dict[bytes, KVCacheBlock]:
+        """Find a block for each of these contents that there is one of."""
+        cached = self._cached
+        return {name: block for name in hashes if name in cached and (block := self.find(name)) is not None}
+
+    def missing(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """The contents among these that `find` does not find. One call for many, as a prompt has thousands."""
+        cached = self._cached
+        return [name for name in hashes if name not in cached]
+
     def cached_hashes(self) -> Iterable[bytes]:
         """The contents that `find` finds."""
         return self._cached.keys()
-
-    def is_cached(self, block_hash: bytes) -> bool:
-        """Whether `find` finds a block."""
-        return block_hash in self._cached
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Allocate the first `count` free blocks and discard their content. Raises IndexError if there are fewer."""

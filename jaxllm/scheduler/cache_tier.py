@@ -79,6 +79,10 @@ class CacheTier(Protocol):
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
         """The contents among these that it would store and has not, nor is it storing them: loads wait until it can."""
 
+    @property
+    def can_store(self) -> bool:
+        """Whether another store can begin now. If not, one can once a copy is over."""
+
     def discard(self, names: Sequence[bytes]) -> None:
         """These contents were computed wrongly."""
 

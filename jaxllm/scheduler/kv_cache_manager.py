@@ -171,15 +171,19 @@ class KVCacheManager:
         """The names of the first `num_blocks` full blocks of a request, by default of all, that the pool does not have, in all groups, and
         of its states."""
         hashes = self.states.hashes(request)[:num_blocks]
-        names = [name + suffix for name in hashes for suffix in self._suffixes]
-        return [name for name in (*names, *self.states.names(hashes)) if not self.pool.is_cached(name)]
+        return self.pool.missing((*self._in_all_groups(hashes), *self.states.names(hashes)))
+
+    def _in_all_groups(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        return names if len(self._suffixes) == 1 else [name + suffix for name in names for suffix in self._suffixes]
 
     def names_of_prefix(self, request: Request, others: Container[bytes]) -> tuple[list[bytes], int]:
         """The names of the blocks of the longest prefix of which the pool has a part and `others` are the names of the rest. In the order
         of the sequence, with the number of its tokens."""
 
+        is_cached = self.pool.is_cached
+
         def is_there(name: bytes) -> bool:
-            return self.pool.is_cached(name) or name in others
+            return name in others or is_cached(name)
 
         names, _ = self._longest_prefix_of(request, is_there, self._lookups_in(is_there))
         return self._names_in_groups(names), len(names) * self.block_size
@@ -198,6 +202,8 @@ class KVCacheManager:
         behind it come last."""
         # Without these, `longest_prefix` would not find it: computation continues at the last of its tokens, or behind it.
         expired = [policy.num_expired(len(names) * self.block_size - 1, self.block_size) for policy in self.policies]
+        if len(expired) == 1:
+            return [*names[expired[0] :], *self.states.names(names)]
         in_groups = [
             name + suffix
             for index, name in enumerate(names)

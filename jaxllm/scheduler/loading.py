@@ -159,7 +159,7 @@ class Loading:
         names = self._names_worth_loading(request, num_cached_tokens)
         if not names:
             return False
-        found = {name: block for name in names if (block := pool.find(name)) is not None}
+        found = pool.find_all(names)
         while self._num_needed(request, names, found.values()) > pool.num_free_blocks - num_reserved_blocks:
             if self._awaited(names):
                 return True
@@ -239,6 +239,8 @@ class Loading:
         """Take the next blocks of a load, at most `num_spare` free ones: those that the pool has by now, and those that a tier loads."""
         pool, most = self._manager.pool, self._load_blocks - len(self._arriving)
         if self._awaits_stores and not self._others_run:
+            if not any(tier.can_store for tier in self._tiers):
+                return  # nothing has changed
             most = min(most, self._store_blocks)  # no more will be stored: to look for them takes time
         load.is_awaiting = bool(self._awaited(load.left[:1]))
         if not load.left or load.is_awaiting or min(most, num_spare) <= 0:

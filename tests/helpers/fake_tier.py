@@ -77,6 +77,7 @@ class FakeTier:
         """Contents that left the pool before they were stored ahead."""
         self.is_stuck = False
         """Whether no load makes progress."""
+        self.can_store = True
 
     def match(self, names: Sequence[bytes]) -> set[bytes]:
         return self.contents.keys() & names

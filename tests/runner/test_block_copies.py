@@ -116,6 +116,35 @@ def test_blocks_come_back_as_they_were_and_others_stay(copied: Copied) -> None:
         np.testing.assert_array_equal(new[63:], old[63:])
 
 
+def test_a_copy_to_the_host_begins_while_the_one_before_it_runs(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer: Any = copied.copier._transfer
+    to_host, second = transfer.to_host, threading.Event()
+    begun: list[Sequence[int]] = []
+
+    def begin(staging: jax.Array, slots: Sequence[int]) -> Waiting:
+        begun.append(slots)
+        if len(begun) == 2:
+            second.set()
+        wait = to_host(staging, slots)
+
+        def waiting() -> tuple[jax.Array, float]:
+            assert second.wait(30), "the second copy waits for the end of the first"
+            return wait()
+
+        return waiting
+
+    monkeypatch.setattr(transfer, "to_host", begin)
+    bits, slots = copied.bits(), [[0, 1, 2], [3, 4]]
+    copied.run(GatherBlocks(1, 0, [5, 6, 7], slots[0]), GatherBlocks(2, 1, [8, 9], slots[1]))
+    assert begun == slots
+    monkeypatch.undo()
+    copied.run(StageBlocks(3, 2, [0, 1, 2, 3, 4]))
+    (copy,) = copied.run(ScatterBlocks(4, 2, [30, 31, 32, 33, 34]))
+    assert copy.is_right == [True] * 5
+    for old, new in zip(bits, copied.bits(), strict=True):
+        np.testing.assert_array_equal(new[30:35], old[5:10])
+
+
 def test_slots_have_the_same_bytes_whatever_devices_hold(copied: Copied) -> None:
     """[head][array][token][width], for each number of heads; of the first tokens first, where devices split these."""
     bits, slots = copied.bits(), copied.slots(3)

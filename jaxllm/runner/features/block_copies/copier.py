@@ -57,7 +57,7 @@ class BlockCopier(OpRunner):
         self._opening: Future[Transfer] | None = None
         """The transfer, once it has its memory."""
         self._threads: tuple[WorkerThread, ...] = ()
-        """For stores, loads and verdicts."""
+        """For stores, loads, verdicts, and the ends of copies that the first begins."""
 
     @property
     def num_slots(self) -> int:
@@ -120,7 +120,8 @@ class BlockCopier(OpRunner):
                 program = self._runner.program(ProgramKey(Gather.name, size))
                 staging, sums = programs.gather(self._runner, program, size, op.block_ids, self._staging[op.staging])
                 self._staging[op.staging] = staging
-                self._submit(0, op, partial(self._to_host, op, staging, sums))
+                self._num_under_way += 1
+                self._threads[0].submit(partial(self._store, op, staging, sums))
             case StageBlocks():
                 # Begun here, so that a copy is queued before the thread sees the end of the one before it.
                 try:
@@ -138,10 +139,24 @@ class BlockCopier(OpRunner):
     def _size(self, num_blocks: int) -> int:
         return next(size for size in self.sizes if size >= num_blocks)
 
-    def _to_host(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> FinishedCopy:
+    def _store(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> None:
+        """Begin a copy to host memory once its program is over. Another thread waits for its end: a copy is queued while the one before it
+        runs."""
+        try:
+            finish = self._to_host(op, staging, sums)
+        except BaseException as error:
+            finish = partial(_fail, error)
+        self._threads[3].submit(partial(self._finish, op, finish))
+
+    def _to_host(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> Finish:
         assert self._transfer is not None
-        sums_DnH = np.asarray(sums)  # the program is over
-        _, seconds = self._transfer.to_host(staging, op.slots)()
+        sums.copy_to_host_async()  # not behind the blocks
+        sums.block_until_ready()  # the program is over
+        return partial(self._stored, op, self._transfer.to_host(staging, op.slots), sums)
+
+    def _stored(self, op: GatherBlocks, wait: Waiting, sums: jax.Array) -> FinishedCopy:
+        _, seconds = wait()
+        sums_DnH = np.asarray(sums)
         self.arena.sums[op.slots] = sums_DnH[:: self.format.num_copies, : len(op.slots)].swapaxes(0, 1)
         return FinishedCopy(op.number, seconds=seconds)
 
@@ -188,7 +203,7 @@ class BlockCopier(OpRunner):
             with self._runner.times.part("host memory"):
                 self._transfer = self._opening.result()
             SHORT_TURNS.begin()
-            self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict")))
+            self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict", "kv-stored")))
         try:
             for _ in range(self.num_staging):
                 self._staging.append(self._new_staging())
@@ -291,7 +306,7 @@ class BlockCopier(OpRunner):
 
     def _drain(self) -> None:
         """Wait for the transfers, which have addresses of staging buffers."""
-        for thread in self._threads:
+        for thread in self._threads:  # the first gives work to the last
             thread.drain()
 
     # First runs
@@ -316,5 +331,5 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _fail(error: Exception) -> NoReturn:
+def _fail(error: BaseException) -> NoReturn:
     raise error

@@ -17,8 +17,8 @@ Waiting = Callable[[], tuple[jax.Array, float]]
 
 
 class Transfer(Protocol):
-    """Begins copies, which run one after the other in each direction. One thread calls `to_host`, one `to_device`, and one what either
-    returns; no program uses the buffer meanwhile. After an error none of its copies is under way."""
+    """Begins copies, which run one after the other in each direction. One thread calls `to_host`, one `to_device`, and one for each
+    direction what it returns; no program uses the buffer meanwhile. After an error none of its copies is under way."""
 
     def to_host(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
         """Copy the first rows of a staging buffer, each to its slot."""
