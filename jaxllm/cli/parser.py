@@ -201,8 +201,7 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, argument: str) -> NoReturn:
         if not argument.startswith("-"):
-            how = "; join numbers by commas: 8,64" if argument.isdigit() else ""
-            self.error(f"unexpected argument {argument!r}{how}")
+            self.error(f"unexpected argument {argument!r}" + ("; join numbers by commas: 8,64" if argument.isdigit() else ""))
         known = [option for action in self._actions for option in action.option_strings]
         self.error(unknown_name("option", argument.partition("=")[0], known))
 

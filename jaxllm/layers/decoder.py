@@ -175,7 +175,7 @@ class CausalLM(nnx.Module):
 
     @property
     def output_head(self) -> Embedding | None:
-        """What logits are computed with: the head, or the embedding that it is tied to; None: nothing."""
+        """The head, or the embedding that it is tied to; None for models without logits."""
         is_tied = self.config.generates and self.config.tie_word_embeddings
         return self.embedding if self.head is None and is_tied else self.head
 

@@ -137,7 +137,7 @@ def _centred(codes: Array, scheme: Scheme) -> Array:
 
 
 def _scale_and_offset(arrays: Arrays, scheme: Scheme) -> tuple[Array, Array | None]:
-    """What a group multiplies with, and what it subtracts then. Float32 [vectors, groups, LANES]."""
+    """Scale and offset of each group, float32 [vectors, groups, LANES]: a value is scale * code - offset. None: no offset."""
     scale, offset = arrays["scale"].astype(jnp.float32), None
     scale = scale * arrays["factor"] if scheme.factor else scale
     if scheme.zeros:

@@ -29,7 +29,7 @@ class Gguf(PackedFormat):
     types: tuple[tuple[str, str], ...]
     """Modules of layers with the types of their weights, those that are no linear layers included."""
     table_types: tuple[tuple[str, str], ...] = ()
-    """The same of the embedding and the head."""
+    """Types of the embedding and of the head."""
 
     methods: ClassVar[tuple[str, ...]] = ("gguf",)
 
