@@ -40,7 +40,7 @@ COSTS = {
     "8b": StepCosts((1, 16, 64, 256), (4.23, 4.80, 7.06, 16.6), 43_179, 53_000),
     "1b": StepCosts((1, 16, 64, 256), (1.01, 1.15, 1.69, 3.97), 272_508, 236_000),
 }
-"""Llama 3.1 8B and Llama 3.2 1B, bfloat16, one NVIDIA H200: docs/PERFORMANCE.md, 2026-11-22."""
+"""Llama 3.1 8B and Llama 3.2 1B, bfloat16, one NVIDIA H200: docs/BENCHMARKS.md, 2026-11-22."""
 
 
 @dataclass(slots=True, eq=False)
