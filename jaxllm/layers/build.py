@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxllm.layers.audio import AudioEmbedder, AudioEncoder
 from jaxllm.layers.decoder import CausalLM, DecoderBlock
+from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.parameters import Weight, parameters, weights
 from jaxllm.layers.vision import VisionTower
@@ -59,16 +60,18 @@ class Widened(NamedTuple):
     experts: bool
     head: bool = False
     head_in_tiles: bool = False
-    """Whether kernels multiply the head as it is stored."""
+    """Whether the head is multiplied as it is stored: by kernels, or on a CPU in lanes."""
 
     @classmethod
     def of(cls, model: nnx.Module) -> "Widened":
-        """Read it from the formats of a model's weights. Weights in tiles do not count: kernels multiply them as they are."""
-        packed = list(weights(model))
-        widened = [weight for weight in packed if weight.format.widens_in_products]
-        found = {_is_of_experts(weight) for weight in widened if not weight.format.of_head}
-        in_tiles = any(weight.format.of_head and weight.format.stored_parts is not None for weight in packed)
-        return cls(False in found, True in found, any(weight.format.of_head for weight in widened), in_tiles)
+        """Read it from the formats of a model's weights. Weights in tiles and lanes do not count: they are multiplied as they are."""
+        head_paths = {(*path, "weight") for path, part in nnx.iter_modules(model) if isinstance(part, Embedding)}
+        packed = weights(model)
+        of_head = [weight for weight in packed if weight.path in head_paths]
+        others = [weight for weight in packed if weight.path not in head_paths]
+        found = {_is_of_experts(weight) for weight in others if weight.format.widens_in_products}
+        in_tiles = any(weight.format.stored_parts is not None for weight in of_head)
+        return cls(False in found, True in found, any(weight.format.widens_in_products for weight in of_head), in_tiles)
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -23,8 +23,6 @@ _FEW_ROWS = 32
 """Rows up to which weights are widened in registers for each; for more they are written to a cache once."""
 _SUMS_BYTES = 1 << 24
 """Most bytes of sums of pieces that are written down at a time."""
-
-
 _LEAST_UNROLLED = 8
 """Fewest such values: fewer are written down too often."""
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.gguf_files.blocks import BLOCKS
 from jaxllm.hub import resolve_model
-from jaxllm.layers.build import build_model
+from jaxllm.layers.build import Widened, build_model
 from jaxllm.layers.linear import Linear, PackedWeight
 from jaxllm.layers.parameters import weights
 from jaxllm.models.load_config import load_model_config
@@ -135,6 +135,16 @@ def test_lanes(write, kind, vocab_size):
         np.testing.assert_allclose(goldens.logits(config, state, prompt), wanted, atol=1e-4 * np.abs(wanted).max())
 
 
+def test_a_plan_tells_layers_that_are_widened_from_the_head(write):
+    """Numbers from a table stay in the order of the file, in which a CPU widens them."""
+    in_order, of_table = (
+        load_model_config(write(*(kind,) * 7, tokens=(tokens, 48)), dequantize=False).for_tensor_parallel(1).in_lanes()
+        for kind, tokens in (("Q4_0", "MXFP4"), ("MXFP4", "Q8_0"))
+    )
+    assert Widened.of(build_model(in_order)) == (False, False, True, False)
+    assert Widened.of(build_model(of_table)) == (True, False, False, True)
+
+
 def test_an_engine_answers_as_with_widened_weights(write):
     directory = write("Q4_1", "Q4_1", "Q4_1", "Q4_0", "Q4_K", "Q4_K", "Q6_K")
     quantized.assert_answers(directory, directory, dequantize=False)
@@ -156,3 +166,7 @@ def test_options(write, tmp_path):
         (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
         with pytest.raises(ModelLoadError, match="types of the GGUF weights are .*Q4_0.*, must be an object"):
             load_model_config(tmp_path / "plain")
+    del config["quantization_config"]["types"]
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="types of the GGUF weights are None, must be an object"):
+        load_model_config(tmp_path / "plain")

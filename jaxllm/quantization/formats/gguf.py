@@ -35,9 +35,10 @@ class Gguf(PackedFormat):
 
     @classmethod
     def read(cls, given: Mapping[str, Any], options: Options, faults: list[str]) -> Self | None:
+        if not given:
+            return None
         found = []
-        for name in ("types", "table_types"):
-            types = given.get(name, {})
+        for name, types in (("types", given.get("types")), ("table_types", given.get("table_types", {}))):
             if not isinstance(types, Mapping):
                 faults.append(f"{name} of the GGUF weights are {types!r:.100}, must be an object of types by module")
                 return None
@@ -49,7 +50,7 @@ class Gguf(PackedFormat):
 
     @functools.cached_property
     def _types(self) -> Mapping[str, str]:
-        return dict(self.types + self.table_types * self.lanes)
+        return dict((*self.types, *self.table_types) if self.lanes else self.types)
 
     def _blocks(self, module: str) -> Blocks | None:
         return BLOCKS.get(self._types.get(module, ""))
