@@ -55,25 +55,31 @@ def answers(core: EngineCore, directory: Path) -> list[list[int]]:
     return found
 
 
+def tell(value: Any) -> None:
+    """Print it in a line that begins with "> ", at once: Ray and Gloo print too, also in the middle of what is written in parts."""
+    sys.stdout.write(f"\n> {json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
 def go_on(core: EngineCore, prompt: list[int]) -> None:
-    """Print tokens, generate until the engine dies, and print how. Lines begin with "> "."""
+    """Print tokens, generate until the engine dies, and print how."""
     num_compiled = core.num_compiled_after_warmup  # what came before may have come before its programs
     try:
         for number in range(1_000_000):
             done = engines.run(core, [engines.request(str(number), prompt, max_tokens=8)])
             if not number:
                 assert core.num_compiled_after_warmup == num_compiled
-                print(">", json.dumps(done["0"].tokens), flush=True)
+                tell(done["0"].tokens)
     except EngineDeadError as error:
-        print(">", json.dumps({"error": str(error), "at": time.time()}), flush=True)
+        tell({"error": str(error), "at": time.time()})
 
 
 def main() -> None:
-    """Print the answers, where there are adapters, in a line that begins with "> "; with "on" or without adapters go on then."""
+    """Print the answers where there are adapters; with "on" or without adapters go on then."""
     directory, more, is_last = Path(sys.argv[1]), json.loads(sys.argv[2]), "on" not in sys.argv[3:]
     core = EngineCore(EngineConfig.from_options(**{**options(directory), **more}))
     if core.adapters is not None:
-        print(">", json.dumps(answers(core, directory)), flush=True)
+        tell(answers(core, directory))
         if is_last:
             core.shutdown()
             return

@@ -14,7 +14,7 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.request import EngineCoreRequest, Grammar
 from jaxllm.scheduler_output import TokenLogprobs
 from tests.helpers import engines, goldens
-from tests.helpers.host_scenario import go_on
+from tests.helpers.host_scenario import go_on, tell
 
 NAME = "gemma3"
 """Four layers, in two groups."""
@@ -75,10 +75,10 @@ def numbers(answer: engines.Answer) -> list[float]:
 
 
 def print_answers(options: Callable[[Path], dict[str, Any]], answers: Callable[[EngineCore], Any]) -> None:
-    """Print the answers of an engine that the command line asks for, in a line that begins with "> "; with "on" go on then."""
+    """Print the answers of an engine that the command line asks for; with "on" go on then."""
     directory, more = Path(sys.argv[1]), json.loads(sys.argv[2])
     core = EngineCore(EngineConfig.from_options(**{**options(directory), **more}))
-    print(">", json.dumps(answers(core)), flush=True)
+    tell(answers(core))
     if "on" in sys.argv[3:]:
         go_on(core, PROMPTS[0])
     else:

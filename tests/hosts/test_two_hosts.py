@@ -69,7 +69,7 @@ def two_hosts(
 
 
 def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
-    """Its next line; Gloo writes others."""
+    """What it told next."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("> "):
