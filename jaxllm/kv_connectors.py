@@ -195,12 +195,6 @@ def with_connector_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, NAME: raw, **{name: value for name, value in found.items() if options.get(name) is None}}
 
 
-def without_connector_size(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat options without the size that kv_transfer_config sets, for another number of replicas."""
-    sets_size = config[NAME] is not None and SIZE in KVTransferConfig.of(config[NAME]).options()
-    return {**config, SIZE: None} if sets_size else dict(config)
-
-
 def _num_replicas(options: Mapping[str, Any]) -> int:
     """Engines that share kv_offloading_size. A wrong number is reported elsewhere."""
     number = options.get("data_parallel_size")

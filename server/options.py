@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from jaxllm.config import Flag, Range, at_least, flags, flat_options, in_groups, range_faults, type_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hub import short_name
+from jaxllm.replicas.roles import Roles
 
 API_KEY_VARIABLE = "JAXLLM_API_KEY"
 ErrorFormat = Literal["openai", "vllm"]
@@ -273,6 +274,11 @@ class ProcessOptions:
         int, "with --prefill: a prompt of which a decode engine must compute fewer tokens is computed there alone"
     ] = 1024
     headless: Annotated[bool, "serve no HTTP: what hosts above 0 do anyway, with --nnodes and --node-rank"] = False
+
+    @property
+    def roles(self) -> Roles | None:
+        """The roles of engines; None: every engine does both."""
+        return None if self.prefill is None or self.decode is None else Roles(self.prefill, self.decode)
 
 
 _GROUPS: dict[str, Any] = {

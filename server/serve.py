@@ -41,7 +41,6 @@ from server.api_server import LAST_WORDS_SECONDS, READY, ApiServerStart
 from server.grpc.start import check_grpc
 from server.listening import check_tls, listen
 from server.options import ServerOptions
-from server.roles import Roles
 
 LAST_ERRORS_SECONDS = 1.0
 """Seconds that API servers continue after the engine's death, to send every client an error."""
@@ -82,7 +81,8 @@ class _ApiServer:
 
 
 class Supervisor:
-    """One server. `on_ready` is called when requests are accepted; `core_factory` is for tests."""
+    """One server. config: with roles, what they make of the options. `on_ready` is called when requests are accepted; `core_factory` is
+    for tests."""
 
     def __init__(
         self,
@@ -94,9 +94,8 @@ class Supervisor:
         on_ready: Callable[[Serving], None] = lambda serving: None,
         core_factory: str | None = None,
     ):
-        self._roles = Roles.of(options.processes)
-        self._config = config if self._roles is None else self._roles.applied_to(config)
-        self._options = options
+        self._roles = options.processes.roles
+        self._config, self._options = config, options
         self._log_level = log_level
         self._progress = progress
         self._on_ready = on_ready

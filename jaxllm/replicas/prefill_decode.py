@@ -28,7 +28,7 @@ _ENDS_REQUEST = frozenset({ErrorKind.TIMEOUT, ErrorKind.QUEUE_TIMEOUT, ErrorKind
 
 
 class PrefillDecode(Replicas):
-    """Replicas of which the first `num_prefill` prefill, and the others decode. Callers see one request: its first leg has an id that no
+    """Replicas of which those with `prefill_ranks` prefill, and the others decode. Callers see one request: its first leg has an id that no
     caller knows, and where that leg fails the decode engine computes the prompt itself, unless the request is to fail too."""
 
     def __init__(
@@ -36,7 +36,7 @@ class PrefillDecode(Replicas):
         connect: Callable[[int, int | None], EngineClient],
         pids: Sequence[int | None],
         *,
-        num_prefill: int,
+        prefill_ranks: Collection[int],
         threshold: int,
         load_failure_policy: Literal["recompute", "fail"] = "recompute",
         pull_timeout: float = 10.0,
@@ -47,14 +47,15 @@ class PrefillDecode(Replicas):
         """threshold: a prompt with fewer uncached tokens runs on a decode engine alone. load_failure_policy: the option
         kv_load_failure_policy; "fail": what ends a first leg with an error ends its request. pull_timeout: the option kv_pull_timeout."""
         super().__init__(connect, pids, policy=policy, num_api_servers=num_api_servers, retries=retries)
-        self._num_prefill, self._threshold, self._fails = num_prefill, threshold, load_failure_policy == "fail"
+        self._prefills = frozenset(prefill_ranks)
+        self._threshold, self._fails = threshold, load_failure_policy == "fail"
         self._pull_timeout = pull_timeout
         self.first_legs, self.second_legs = FirstLegs(), SecondLegs()
         self._last_leg = ""
 
     async def ready(self) -> "PrefillDecode":
         await super().ready()
-        self.routes = TwoLegs(self.balancer, self._num_prefill, self._threshold, self.core.max_model_len)
+        self.routes = TwoLegs(self.balancer, self._prefills, self._threshold, self.core.max_model_len)
         # Clients send whole requests: they name no engines.
         self.core.config = self.core.config.replace(kv_role=None, kv_port=PORT)
         return self
@@ -67,7 +68,7 @@ class PrefillDecode(Replicas):
         return error
 
     def replicas(self) -> list[ReplicaInfo]:
-        return [replace(each, role="prefill" if each.rank < self._num_prefill else "decode") for each in super().replicas()]
+        return [replace(each, role="prefill" if each.rank in self._prefills else "decode") for each in super().replicas()]
 
     def replica_of(self, request_id: str) -> int | None:
         leg = self.first_legs.of(request_id)
@@ -113,11 +114,12 @@ class PrefillDecode(Replicas):
     def _admit(self, rank: int) -> None:
         super()._admit(rank)
         for other in self._serving:
-            self._introduce(*sorted((rank, other)))
+            self._introduce(rank, other)
+            self._introduce(other, rank)
 
     def _watch(self, rank: int) -> None:
         super()._watch(rank)
-        if rank < self._num_prefill and self.clients[rank].silent_seconds > self._pull_timeout:
+        if rank in self._prefills and self.clients[rank].silent_seconds > self._pull_timeout:
             self._wait_no_more(rank)
 
     def _wait_no_more(self, rank: int) -> None:
@@ -131,8 +133,10 @@ class PrefillDecode(Replicas):
                 self._continue(leg_id, None)
 
     def _introduce(self, first: int, second: int) -> None:
-        """Have a decode engine connect to a prefill engine now, and not with the first request."""
-        if first < self._num_prefill <= second and (address := self.clients[first].prefill_address) is not None:
+        """If the first is a prefill engine and the second a decode engine, have this connect to it now, and not with the first request."""
+        if first not in self._prefills or second in self._prefills:
+            return
+        if (address := self.clients[first].prefill_address) is not None:
             with contextlib.suppress(EngineError):  # it has just ended
                 self.clients[second].meet(address)
 

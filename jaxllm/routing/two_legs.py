@@ -1,6 +1,6 @@
 """A request in two legs: a prefill engine computes its prompt, a decode engine fetches the blocks and computes the answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,12 @@ _KEEP = KVTransfer(keep_for_decode=True, tells_early=True)
 
 
 class TwoLegs:
-    """Which engines a request goes to: the first `num_prefill` replicas of a balancer prefill, the others decode."""
+    """Which engines a request goes to: some replicas of a balancer prefill, the others decode."""
 
-    def __init__(self, balancer: Balancer, num_prefill: int, threshold: int, max_model_len: int):
+    def __init__(self, balancer: Balancer, prefill_ranks: Collection[int], threshold: int, max_model_len: int):
         """threshold: a prompt with fewer tokens to compute is computed by the decode engine itself. max_model_len: the longest request."""
         self._balancer, self._threshold, self._max_model_len = balancer, threshold, max_model_len
-        self._prefills = np.arange(balancer.num_replicas) < num_prefill
+        self._prefills = np.isin(np.arange(balancer.num_replicas), list(prefill_ranks))
         self._decodes = ~self._prefills
 
     @property

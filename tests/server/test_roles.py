@@ -13,8 +13,8 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.replicas import devices
+from jaxllm.replicas.roles import Roles
 from server.options import ServerOptions
-from server.roles import Roles
 from tests.helpers.serve_processes import ServerProcess, serving
 from tests.helpers.served_core import ROLE_FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
@@ -51,8 +51,8 @@ def test_wrong_numbers_of_engines_are_refused(given: dict[str, Any], text: str) 
         ServerOptions.from_options(**given)
 
 
-def config_with(**options: Any) -> EngineConfig:
-    return EngineConfig.from_options(**{"kv_offloading_size": 1.0, **options})
+def config_with(roles: Roles, **options: Any) -> EngineConfig:
+    return EngineConfig.from_options(**roles.applied_to({"kv_offloading_size": 1.0, **options}))
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def config_with(**options: Any) -> EngineConfig:
 )
 def test_options_that_contradict_roles_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=f"the server has prefill 2 and decode 3.*{text}"):
-        Roles(2, 3).applied_to(config_with(**options))
+        config_with(Roles(2, 3), **options)
 
 
 def test_each_engine_gets_its_role_and_all_one_secret() -> None:
-    roles, config = Roles(2, 3), config_with(tensor_parallel_size=2)
-    common = roles.applied_to(config)
+    roles = Roles(2, 3)
+    common = config_with(roles, tensor_parallel_size=2)
     assert common.parallel.num_replicas == 5 and common.kv_transfer.kv_role is None
     each = [common.replace(**roles.options_of_each()[rank]).kv_transfer for rank in range(5)]
     assert [engine.kv_role for engine in each] == ["prefill"] * 2 + ["decode"] * 3
@@ -88,25 +88,25 @@ def test_each_engine_gets_its_role_and_all_one_secret() -> None:
 def test_memory_of_a_connector_is_that_of_each_engine() -> None:
     extra = {"cpu_bytes_to_use": 1 << 30}
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    config = EngineConfig.from_options(kv_transfer_config=transfer)
-    assert Roles(2, 3).applied_to(config).cache.kv_offloading_size == 5.0
-    assert Roles(2, 3).applied_to(config_with()).cache.kv_offloading_size == 1.0
+    config = EngineConfig.from_options(**Roles(2, 3).applied_to({"kv_transfer_config": transfer}))
+    assert config.cache.kv_offloading_size == 5.0
+    assert config_with(Roles(2, 3)).cache.kv_offloading_size == 1.0
 
 
 def test_decode_engines_alone_get_the_policies_for_blocks_that_do_not_come() -> None:
-    roles, config = Roles(1, 1), config_with(kv_pull_timeout=3.0, kv_load_failure_policy="fail")
-    common = roles.applied_to(config)
+    roles = Roles(1, 1)
+    common = config_with(roles, kv_pull_timeout=3.0, kv_load_failure_policy="fail")
     prefill, decode = [common.replace(**own).kv_transfer for own in roles.options_of_each().values()]
     assert (prefill.kv_pull_timeout, prefill.kv_load_failure_policy) == (10.0, "recompute")
     assert (decode.kv_pull_timeout, decode.kv_load_failure_policy) == (3.0, "fail")
-    assert roles.decode_engine(config).kv_transfer == decode
+    assert roles.decode_engine(common).kv_transfer == decode
 
 
 def test_too_few_gpus_are_told_by_the_options_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.gpus, "count", lambda: 4)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.delenv(devices.VISIBLE, raising=False)
-    config = Roles(1, 2).applied_to(config_with(tensor_parallel_size=2))
+    config = config_with(Roles(1, 2), tensor_parallel_size=2)
     with pytest.raises(
         ConfigError, match="^prefill 1 and decode 2 with 2 GPUs each needs 6 GPUs, this machine has 4; choose at most 2"
     ):
