@@ -247,7 +247,9 @@ class EngineLoop:
 
     def _is_let_go(self) -> bool:
         is_held = self._held_by is None or self._held_by
-        return not is_held and not self._requests and not self._core.has_unfinished_requests()
+        if is_held or self._requests or self._core.has_unfinished_requests():
+            return False
+        return not self._core.stats().num_kv_leases  # decode engines still fetch what it keeps
 
     def _add(self, command: Add) -> None:
         request = command.request
