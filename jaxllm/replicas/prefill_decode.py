@@ -13,7 +13,7 @@ from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Outputs, Refused
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
 from jaxllm.kv_transfer import read_kv_transfer
-from jaxllm.kv_transfer_options import PORT
+from jaxllm.kv_transfer_options import LOOPBACK, PORT
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.replicas.core import Replicas
@@ -37,6 +37,7 @@ class PrefillDecode(Replicas):
         pids: Sequence[int | None],
         *,
         prefill_ranks: Collection[int],
+        num_hosts: int = 1,
         threshold: int,
         load_failure_policy: Literal["recompute", "fail"] = "recompute",
         pull_timeout: float = 10.0,
@@ -45,9 +46,10 @@ class PrefillDecode(Replicas):
         retries: bool = False,
     ):
         """threshold: a prompt with fewer uncached tokens runs on a decode engine alone. load_failure_policy: the option
-        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request. pull_timeout: the option kv_pull_timeout."""
+        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request. pull_timeout: the option kv_pull_timeout.
+        num_hosts: hosts, each with as many of the engines, of the next ranks."""
         super().__init__(connect, pids, policy=policy, num_api_servers=num_api_servers, retries=retries)
-        self._prefills = frozenset(prefill_ranks)
+        self._prefills, self._num_hosts = frozenset(prefill_ranks), num_hosts
         self._threshold, self._fails = threshold, load_failure_policy == "fail"
         self._pull_timeout = pull_timeout
         self.first_legs, self.second_legs = FirstLegs(), SecondLegs()
@@ -55,9 +57,9 @@ class PrefillDecode(Replicas):
 
     async def ready(self) -> "PrefillDecode":
         await super().ready()
-        self.routes = TwoLegs(self.balancer, self._prefills, self._threshold, self.core.max_model_len)
+        self.routes = TwoLegs(self.balancer, self._prefills, self._threshold, self.core.max_model_len, self._num_hosts)
         # Clients send whole requests: they name no engines.
-        self.core.config = self.core.config.replace(kv_role=None, kv_port=PORT)
+        self.core.config = self.core.config.replace(kv_role=None, kv_host=LOOPBACK, kv_port=PORT, kv_peers=None)
         return self
 
     @property
@@ -204,7 +206,7 @@ class PrefillDecode(Replicas):
         """Send a request to the decode engine of its first leg, or refuse it. Returns whether it was sent."""
         self.second_legs.note_sent(second, leg.rank)
         try:
-            leg.decode_rank = self.routes.choose_decode(second, leg.decode_rank)
+            leg.decode_rank = self.routes.choose_decode(second, leg.rank, leg.decode_rank)
             self._send_to(leg.decode_rank, second)
         except JaxLLMError as error:
             self._refuse(second.request_id, error)
