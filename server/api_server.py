@@ -104,7 +104,8 @@ class ApiServer:
         settings["threshold"] = self._options.processes.prefill_threshold
         transfer = self._start.config.kv_transfer
         settings["load_failure_policy"], settings["pull_timeout"] = transfer.kv_load_failure_policy, transfer.kv_pull_timeout
-        return PrefillDecode(self._connect, pids, prefill_ranks=roles.prefill_ranks, **settings)
+        ranks, num_hosts = roles.prefill_ranks(parallel.nnodes), parallel.nnodes
+        return PrefillDecode(self._connect, pids, prefill_ranks=ranks, num_hosts=num_hosts, **settings)
 
     def _connect(self, rank: int, pid: int | None) -> EngineClient:
         directory, _ = self._start.engines[rank]

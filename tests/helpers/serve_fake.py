@@ -31,7 +31,7 @@ def main() -> int:
         if config.parallel.node_rank:
             drain_seconds, step_timeout = options.network.shutdown_timeout, options.processes.step_timeout
             more = {"core_factory": factory or None, "step_timeout_seconds": step_timeout}
-            return serve_replicas(config, drain_seconds=drain_seconds, **more)
+            return serve_replicas(config, drain_seconds=drain_seconds, roles=roles, **more)
         return serve(config, options, on_ready=ready, core_factory=factory or None)
     except JaxLLMError as error:
         print(f"error: {error}", file=sys.stderr)
