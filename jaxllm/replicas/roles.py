@@ -124,7 +124,8 @@ class Roles(NamedTuple):
         return [{**given, **secret} for given in environments]
 
     def identity(self) -> dict[str, str]:
-        """What must be the same on all hosts, by names for error messages. Of the token a digest, as in each answer of a prefill engine."""
+        """Properties that must be the same on all hosts, by names for error messages: of the token a digest, which shows as little of it as
+        the signatures that engines send."""
         digest = hmac.new(token(), b"hosts", hashlib.sha256).hexdigest()
         found = {name: str(value) for name, value in zip(("prefill", "decode", "prefill_hosts"), self, strict=True)}
         return {**found, env.KV_TOKEN: f"one with the digest {digest[:8]}"}

@@ -1,4 +1,4 @@
-"""`jaxllm serve demo --prefill 2 --decode 2 --nnodes 4`: real engines, each on a host of its own, answer as one engine does."""
+"""`jaxllm serve demo --prefill 2 --decode 2 --nnodes 4`: real engines on four hosts answer as one engine does."""
 
 import contextlib
 import json
@@ -15,29 +15,15 @@ import pytest
 
 from jaxllm import env
 from tests.end_to_end.test_prefill_decode import CHUNKS, SMALL, TEXT, complete, metric, shared_memory, texts_of, until
-from tests.helpers.ports import free_port
+from tests.helpers.ports import free_port, free_ports
 from tests.helpers.serve_processes import ServerProcess, serving
 from tests.helpers.tiers import need_tiers
 from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-FLAGS = [
-    "--prefill",
-    "2",
-    "--decode",
-    "2",
-    "--nnodes",
-    "4",
-    "--prefill-threshold",
-    "32",
-    "--kv-offloading-size",
-    "0.05",
-    "--max-model-len",
-    "512",
-    "--kv-port",
-    "0",
-]
+FLAGS = ("--prefill", "2", "--decode", "2", "--nnodes", "4", "--prefill-threshold", "32", "--max-model-len", "512")
+FLAGS += ("--kv-offloading-size", "0.05")
 PREFILLS, DECODES = (0, 1), (2, 3)
 """Ranks of the engines, and of their hosts."""
 ALL = ["serving"] * 4
@@ -48,13 +34,14 @@ class Hosts:
 
     def __init__(self, directory: Path):
         self._directory, self._stack = directory, contextlib.ExitStack()
-        self._port = str(free_port())
+        self._port, self.kv_port = str(free_port()), free_ports(2)
         self.each = [self.start(rank) for rank in range(4)]
 
     def start(self, rank: int) -> ServerProcess:
         own = self._directory / f"host{rank}-{len(list(self._directory.iterdir()))}"
         own.mkdir()
         flags = (*FLAGS, *SMALL, *CHUNKS, "--node-rank", str(rank), "--master-port", self._port)
+        flags = (*flags, "--kv-port", str(self.kv_port))
         if rank == 1:
             flags = (*flags, "--kv-host", "127.0.0.2")
         return self._stack.enter_context(serving("demo", own, command=("serve", *flags)))
@@ -124,7 +111,8 @@ def test_the_answer_is_that_of_one_engine_and_its_blocks_come_from_another_host(
         assert not sum(metric(client, "kv_pull_failures_total", rank) for rank in DECODES)
     for rank in DECODES:
         assert not shared_memory(hosts.each[rank]), "no memory of a prefill engine is mapped"
-    assert "at 127.0.0.2, port " in hosts.each[1].log()
+    for rank, address in ((0, "127.0.0.1"), (1, "127.0.0.2")):
+        assert f"find this engine at {address}, port {hosts.kv_port + rank}" in hosts.each[rank].log()
 
 
 def test_engines_of_hosts_that_are_killed_cost_no_answer_and_come_back(hosts: Hosts) -> None:

@@ -1,9 +1,12 @@
 """`jaxllm serve --prefill N --decode M`: options, devices, and whole servers over fake cores that record their requests."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from jaxllm.kv_tiers.peers import addresses
 from jaxllm.replicas import devices
 from jaxllm.replicas.roles import Roles
 from server.options import ServerOptions
+from tests.helpers.ports import free_port
 from tests.helpers.serve_processes import ServerProcess, serving
 from tests.helpers.served_core import ROLE_FACTORY
 from tests.helpers.tiny_tokenizers import write_tokenizer
@@ -314,3 +318,54 @@ def test_failures_and_cancellations_of_each_leg(tmp_path: Path) -> None:
             assert chat(client, LONG).status_code == 200, "the other prefill engine, or the decode engine, computes the prompt"
         wait_until(lambda: {each["state"] for each in client.get("/health").json()["replicas"]} == {"serving"}, "not again")
         assert {leg["role"] for leg in legs.new()} == {"prefill", "decode"}
+
+
+@contextlib.contextmanager
+def host(rank: int, model: Path, directory: Path, **options: Any) -> Iterator[ServerProcess]:
+    own = directory / f"host{rank}-{len(list(directory.iterdir()))}"
+    own.mkdir()
+    with serving(model, own, node_rank=rank, **{**OPTIONS, "prefill": 2, "nnodes": 2, **options}) as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_hosts_with_engines_of_both_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with another secret is refused. Restarting one costs no answer."""
+    monkeypatch.setenv(env.KV_TOKEN, "secret")
+    model, port = write_tokenizer(tmp_path / "model"), free_port()
+    with host(0, model, tmp_path, master_port=port) as first:
+        monkeypatch.setenv(env.KV_TOKEN, "another")
+        with host(1, model, tmp_path, master_port=port) as second:
+            assert [first.end(), second.end()] == [1, 1]
+            for server in (first, second):
+                assert "JAXLLM_KV_TOKEN is one with the digest" in server.log() and "secret" not in server.log()
+
+    monkeypatch.setenv(env.KV_TOKEN, "secret")
+    legs = Legs(model)
+    with host(0, model, tmp_path, master_port=port) as first:
+        with host(1, model, tmp_path, master_port=port) as second, first.client() as client:
+            wait_until(lambda: states_of(first) == ["serving"] * 4, "not all serve")
+            found = [replica["role"] for replica in client.get("/health").json()["replicas"]]
+            assert found == ["prefill", "decode"] * 2
+            for _ in range(8):
+                assert chat(client, LONG).json()["choices"][0]["message"]["content"] == "one two three"
+            records = legs.new()
+            assert [leg["role"] for leg in records] == ["prefill", "decode"] * 8
+            assert {leg["token"] for leg in records} == {"secret"}
+            second.process.send_signal(signal.SIGTERM)
+            assert second.end() == 0
+        wait_until(lambda: states_of(first) == ["serving"] * 2 + ["down"] * 2, "it is not down")
+        with first.client() as client:
+            assert chat(client, LONG).status_code == 200
+        assert [leg["role"] for leg in legs.new()] == ["prefill", "decode"]
+        assert "Traceback" not in first.log(), first.log()
+
+
+def states_of(server: ServerProcess) -> list[str]:
+    """The states of all engines; empty before the server answers."""
+    time.sleep(0.05)
+    try:
+        with server.client() as client:
+            return [each["state"] for each in client.get("/health").json().get("replicas", ())]
+    except httpx.TransportError:
+        return []
