@@ -23,7 +23,7 @@ from tests.helpers.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 FLAGS = ("--prefill", "2", "--decode", "2", "--nnodes", "4", "--prefill-threshold", "32", "--max-model-len", "512")
-FLAGS += ("--kv-offloading-size", "0.05")
+FLAGS += ("--kv-offloading-size", "0.05", "--retry-on-engine-death")
 PREFILLS, DECODES = (0, 1), (2, 3)
 """Ranks of the engines, and of their hosts."""
 ALL = ["serving"] * 4
@@ -116,19 +116,20 @@ def test_the_answer_is_that_of_one_engine_and_its_blocks_come_from_another_host(
 
 
 def test_engines_of_hosts_that_are_killed_cost_no_answer_and_come_back(hosts: Hosts) -> None:
-    with hosts.each[0].client() as client, ThreadPoolExecutor(8) as pool:
+    with hosts.each[0].client() as client, ThreadPoolExecutor(16) as pool:
         client.timeout = 300.0
 
         def ask(name: str, number: int, **fields: Any) -> list[str]:
             return texts_of(complete(client, f"{name} {number}: {TEXT * 4}", temperature=0, max_tokens=8, **fields))
 
         for rank, states in ((1, ["serving", "down", "serving", "serving"]), (3, ["serving"] * 3 + ["down"])):
-            asked = [pool.submit(ask, f"killed {rank}", number) for number in range(4)] if rank in PREFILLS else []
+            asked = [pool.submit(ask, f"killed {rank}", number) for number in range(16)]
+            until(client, "num_requests_running", rank, (1.0).__le__)
             hosts.each[rank].process.send_signal(signal.SIGKILL)
             hosts.until(states)
             answers = [each.result() for each in asked]
-            for number, answer in enumerate(answers):
-                assert answer == ask(f"killed {rank}", number, prompt_logprobs=0)
+            for number in (0, 5, 10, 15):
+                assert answers[number] == ask(f"killed {rank}", number, prompt_logprobs=0)
             before = sum(pulled_bytes(client).values())
             assert ask(f"without {rank}", 0) == ask(f"without {rank}", 0, prompt_logprobs=0)
             wait_until(lambda before=before: sum(pulled_bytes(client).values()) > before, "the others pass no blocks")
