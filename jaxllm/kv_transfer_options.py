@@ -71,9 +71,8 @@ def kv_transfer_faults(flat: Mapping[str, Any]) -> list[str]:
     role = flat["kv_role"]
     defaults = {field.name: field.default for field in fields(KVTransferOptions)}
     has_hosts = flat["nnodes"] != 1
-    without_role = (
-        ("kv_peers",) if has_hosts else (*_OF_PREFILL, "kv_peers")
-    )  # the server gives engines of several hosts their roles
+    # On several hosts, a server with both kinds takes them too: they say where its prefill engines listen.
+    without_role = ("kv_peers",) if has_hosts else (*_OF_PREFILL, "kv_peers")
     idle = {"prefill": _OF_DECODE, "decode": _OF_PREFILL, "both": ()}.get(role, without_role)
     given = "no kv_role is given" if role is None else f"kv_role is {role}"
     faults = [
