@@ -55,7 +55,7 @@ from jaxllm.start_times import StartTimes, process_age_seconds
 _IDLE_LOAD_SECONDS = 5.0
 """How often an engine without work looks at its load, which may change without a step: prompts kept for decode engines are fetched."""
 _SHORT_PAUSE_SECONDS = 0.25
-"""The same while a client lags behind, or the engine is to end."""
+"""How often it does while a client lags behind, or the engine is to end."""
 _FIRST_HELLO_SECONDS, _ALL_HELLOS_SECONDS = 2.0, 0.4
 """API servers say Hello four times a second until the engine serves."""
 _UPDATE_SECONDS = 0.005
