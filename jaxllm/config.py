@@ -18,7 +18,7 @@ from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hosts_options import hosts_faults
 from jaxllm.kv_connectors import KVTransferConfig as KVTransferConfig
-from jaxllm.kv_connectors import kv_connector_faults, with_connector_options
+from jaxllm.kv_connectors import kv_connector_faults, with_connector_options, without_connector_size
 from jaxllm.kv_events_options import kv_events_faults
 from jaxllm.kv_offloading_options import kv_offloading_faults
 from jaxllm.kv_transfer_options import KVTransferOptions, kv_transfer_faults
@@ -148,8 +148,8 @@ class CacheOptions:
     ] = 0
     kv_offloading_size: Annotated[
         float | None,
-        "GiB of host memory, of all replicas together, for blocks of the prefix cache that the devices have no room for, from where "
-        "prompts load them again (docs/KV_OFFLOADING.md); default: none, as with 0",
+        "GiB of host memory, on each host of all replicas there together, for blocks of the prefix cache that the devices have no room "
+        "for, from where prompts load them again (docs/KV_OFFLOADING.md); default: none, as with 0",
     ] = None
     kv_offloading_disk: Annotated[
         str | None,
@@ -404,7 +404,7 @@ class EngineConfig:
 
     def replace(self, **options: Any) -> "EngineConfig":
         """A copy with some flat options changed."""
-        return EngineConfig.from_options(**{**self.flat(), **options})
+        return EngineConfig.from_options(**{**without_connector_size(self.flat()), **options})
 
     def flat(self) -> dict[str, Any]:
         """Every option by its flat name."""

@@ -8,7 +8,7 @@ from jaxllm.media.options import MediaOptions
 
 OF_ONE_HOST = frozenset({
     *({field.name for field in fields(MediaOptions)} - {"mm_max_patches"}), "interleave_mm_strings",
-    *("node_rank", "master_addr", "master_port", "distributed_executor_backend", "distributed_timeout_seconds"),
+    *("node_rank", "master_addr", "master_port", "distributed_executor_backend", "distributed_timeout_seconds", "kv_host"),
     *("model", "tokenizer", "download_dir", "logits_processors", "chat_template", "profiler_dir"),
     *("use_progress_bar", "disable_log_stats", "compilation_cache", "compile_threads"),
     *("scheduling_policy", "max_num_queued_reqs", "max_num_queued_tokens", "max_queued_image_gb"),

@@ -85,7 +85,7 @@ class KVTransferConfig:
         return not self.is_own and CONNECTORS.get(self.kv_connector or "") is _roles
 
     def options(self, num_replicas: int = 1) -> dict[str, Any]:
-        """The options of ours that the connector sets. Its size is that of one engine, kv_offloading_size that of all replicas. Raises
+        """The options of ours that the connector sets. Its size is that of one engine, kv_offloading_size that of all on a host. Raises
         ConfigError for a connector that is refused."""
         if self.kv_connector is None or self.is_own:
             return {}
@@ -196,15 +196,17 @@ def with_connector_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_connector_size(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat options without the size that kv_transfer_config sets, for another number of replicas."""
+    """Flat options without the size that kv_transfer_config sets: the number of replicas may change."""
     sets_size = config[NAME] is not None and SIZE in KVTransferConfig.of(config[NAME]).options()
     return {**config, SIZE: None} if sets_size else dict(config)
 
 
 def _num_replicas(options: Mapping[str, Any]) -> int:
-    """Engines that share kv_offloading_size. A wrong number is reported elsewhere."""
-    number = options.get("data_parallel_size")
-    return number if type(number) is int and number > 0 else 1
+    """Engines that share kv_offloading_size, those of a host. A wrong number is reported elsewhere."""
+    number, num_hosts = options.get("data_parallel_size"), options.get("nnodes", 1)
+    if type(number) is not int or type(num_hosts) is not int or num_hosts < 1:
+        return 1
+    return max(1, number // num_hosts)
 
 
 def kv_connector_faults(flat: Mapping[str, Any]) -> list[str]:

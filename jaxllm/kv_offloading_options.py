@@ -5,7 +5,6 @@ from typing import Any
 
 _EXCLUDED: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "each stage has blocks of its own layers"),
-    "nnodes": (1, "the host memory of one host is used"),
 }
 
 
@@ -21,6 +20,8 @@ def kv_offloading_faults(flat: Mapping[str, Any]) -> list[str]:
         for name, (harmless, reason) in _EXCLUDED.items()
         if flat[name] != harmless
     ]
+    if flat["nnodes"] != 1 and (flat["data_parallel_size"] == 1 or flat["enable_expert_parallel"]):
+        faults.append(f"{given} and nnodes {flat['nnodes']}, but the host memory of one host is used; leave one of them out")
     if flat["enable_prefix_caching"] is False:
         faults.append(f"{given}, but what is kept is found by prefix caching, which is off; leave one of both out")
     if flat["enable_expert_parallel"] and flat["data_parallel_size"] != 1:

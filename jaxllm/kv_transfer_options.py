@@ -25,7 +25,8 @@ class KVTransferOptions:
     ] = None
     kv_host: Annotated[
         str,
-        "address at which decode engines reach this prefill engine, which listens there; except on loopback JAXLLM_KV_TOKEN must be set",
+        "address at which decode engines reach this prefill engine, or those of this host with --prefill and --nnodes, which listen there; "
+        "except on loopback JAXLLM_KV_TOKEN must be set; default with --nnodes: the address that this host has towards host 0",
     ] = LOOPBACK
     kv_port: Annotated[
         int, "port of that address, of the first of several engines; the next ones have the next ports; 0: any free"
@@ -69,7 +70,10 @@ def kv_transfer_faults(flat: Mapping[str, Any]) -> list[str]:
     """Describe the options of roles that contradict each other or others."""
     role = flat["kv_role"]
     defaults = {field.name: field.default for field in fields(KVTransferOptions)}
-    idle = {"prefill": _OF_DECODE, "decode": _OF_PREFILL, "both": ()}.get(role, (*_OF_PREFILL, "kv_peers"))
+    has_hosts = flat["nnodes"] != 1
+    # On several hosts, a server with both kinds takes them too: they say where its prefill engines listen.
+    without_role = ("kv_peers",) if has_hosts else (*_OF_PREFILL, "kv_peers")
+    idle = {"prefill": _OF_DECODE, "decode": _OF_PREFILL, "both": ()}.get(role, without_role)
     given = "no kv_role is given" if role is None else f"kv_role is {role}"
     faults = [
         f"{name} is {flat[name]!r}, but {given}: it is for {'prefill' if name in _OF_PREFILL else 'decode'} engines; leave it out, or "
@@ -78,7 +82,12 @@ def kv_transfer_faults(flat: Mapping[str, Any]) -> list[str]:
         if flat[name] != defaults[name]
     ]
     if role is None:
-        return faults
+        return faults + (_host_faults(flat["kv_host"]) if has_hosts else [])
+    if has_hosts:
+        faults.append(
+            f"{given} and nnodes {flat['nnodes']}, but an engine with a kv_role lies on one host; start a server on each, or give prefill "
+            "and decode to jaxllm serve"
+        )
     if not flat["kv_offloading_size"]:
         faults.append(
             f"{given}, but there is no host memory through which blocks are passed between engines; set kv_offloading_size (GiB)"
@@ -91,13 +100,14 @@ def kv_transfer_faults(flat: Mapping[str, Any]) -> list[str]:
 
 
 def check_policies(options: KVTransferOptions) -> None:
-    """Raise ConfigError for options of decode engines that an engine without a role would ignore."""
-    defaults = without_policies()
-    given = [name for name in _POLICIES if getattr(options, name) != defaults[name]]
+    """Raise ConfigError for options that an engine without a role would ignore."""
+    default = KVTransferOptions()
+    given = [name for name in (*_POLICIES, *_OF_PREFILL) if getattr(options, name) != getattr(default, name)]
     if options.kv_role is None and given:
+        role, why = ("prefill", "keeps no blocks for") if given[0] in _OF_PREFILL else ("decode", "fetches no blocks from")
         raise ConfigError(
-            f"{given[0]} is {getattr(options, given[0])!r}, but this engine fetches no blocks from others; leave it "
-            "out, or give kv_role decode, or prefill and decode to jaxllm serve"
+            f"{given[0]} is {getattr(options, given[0])!r}, but this engine {why} others; leave it "
+            f"out, or give kv_role {role}, or prefill and decode to jaxllm serve"
         )
 
 

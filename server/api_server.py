@@ -99,12 +99,13 @@ class ApiServer:
             "num_api_servers": self._options.network.api_server_count,
             "retries": self._options.processes.retry_on_engine_death,
         }
-        if (num_prefill := self._options.processes.prefill) is None:
+        if (roles := self._options.processes.roles) is None:
             return Replicas(self._connect, pids, **settings)
         settings["threshold"] = self._options.processes.prefill_threshold
         transfer = self._start.config.kv_transfer
         settings["load_failure_policy"], settings["pull_timeout"] = transfer.kv_load_failure_policy, transfer.kv_pull_timeout
-        return PrefillDecode(self._connect, pids, num_prefill=num_prefill, **settings)
+        ranks, num_hosts = roles.prefill_ranks(parallel.nnodes), parallel.nnodes
+        return PrefillDecode(self._connect, pids, prefill_ranks=ranks, num_hosts=num_hosts, **settings)
 
     def _connect(self, rank: int, pid: int | None) -> EngineClient:
         directory, _ = self._start.engines[rank]

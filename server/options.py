@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from jaxllm.config import Flag, Range, at_least, flags, flat_options, in_groups, range_faults, type_faults
 from jaxllm.errors import ConfigError
 from jaxllm.hub import short_name
+from jaxllm.replicas.roles import Roles
 
 API_KEY_VARIABLE = "JAXLLM_API_KEY"
 ErrorFormat = Literal["openai", "vllm"]
@@ -272,7 +273,19 @@ class ProcessOptions:
     prefill_threshold: Annotated[
         int, "with --prefill: a prompt of which a decode engine must compute fewer tokens is computed there alone"
     ] = 1024
+    prefill_hosts: Annotated[
+        Literal["all", "first"],
+        "with --prefill and --nnodes: which hosts have prefill engines: all, dealt out in turn, so that most blocks stay on a host, or the "
+        "first, as few as can have them",
+    ] = "all"
     headless: Annotated[bool, "serve no HTTP: what hosts above 0 do anyway, with --nnodes and --node-rank"] = False
+
+    @property
+    def roles(self) -> Roles | None:
+        """The roles of engines; None: every engine does both."""
+        if self.prefill is None or self.decode is None:
+            return None
+        return Roles(self.prefill, self.decode, self.prefill_hosts)
 
 
 _GROUPS: dict[str, Any] = {
@@ -341,11 +354,13 @@ def _role_faults(options: ProcessOptions) -> list[str]:
     if (options.prefill is None) != (options.decode is None):
         given, wanting = ("prefill", "decode") if options.decode is None else ("decode", "prefill")
         return [f"{given} is {getattr(options, given)} without {wanting}: give both, or neither for engines that do both"]
-    if options.prefill is None and options.prefill_threshold != ProcessOptions.prefill_threshold:
-        return [
-            f"prefill_threshold is {options.prefill_threshold} without prefill and decode engines; give prefill and decode too"
-        ]
-    return []
+    if options.prefill is not None:
+        return []
+    return [
+        f"{name} is {getattr(options, name)} without prefill and decode engines; give prefill and decode too"
+        for name in ("prefill_threshold", "prefill_hosts")
+        if getattr(options, name) != getattr(ProcessOptions, name)
+    ]
 
 
 def _flattened(values: list[str]) -> list[str]:

@@ -24,10 +24,10 @@ from jaxllm.engine.messages import EngineStart
 from jaxllm.errors import EngineDeadError
 from jaxllm.log import logger
 from jaxllm.progress import SILENT, Progress
-from jaxllm.replicas.devices import environments, ranks_here
+from jaxllm.replicas.devices import environments, of_one_host, ranks_here
 from jaxllm.replicas.hosts.by_ray import start_others
 from jaxllm.replicas.hosts.host import serve_replicas
-from jaxllm.replicas.hosts.remote_engines import RemoteEngines, of_one_host, remote_engines
+from jaxllm.replicas.hosts.remote_engines import RemoteEngines, remote_engines
 from jaxllm.replicas.processes import (
     END_SECONDS,
     MAX_RESTARTS,
@@ -41,7 +41,6 @@ from server.api_server import LAST_WORDS_SECONDS, READY, ApiServerStart
 from server.grpc.start import check_grpc
 from server.listening import check_tls, listen
 from server.options import ServerOptions
-from server.roles import Roles
 
 LAST_ERRORS_SECONDS = 1.0
 """Seconds that API servers continue after the engine's death, to send every client an error."""
@@ -82,7 +81,8 @@ class _ApiServer:
 
 
 class Supervisor:
-    """One server. `on_ready` is called when requests are accepted; `core_factory` is for tests."""
+    """One server. config: with roles, what they make of the options. `on_ready` is called when requests are accepted; `core_factory` is
+    for tests."""
 
     def __init__(
         self,
@@ -94,9 +94,8 @@ class Supervisor:
         on_ready: Callable[[Serving], None] = lambda serving: None,
         core_factory: str | None = None,
     ):
-        self._roles = Roles.of(options.processes)
-        self._config = config if self._roles is None else self._roles.applied_to(config)
-        self._options = options
+        self._roles = options.processes.roles
+        self._config, self._options = config, options
         self._log_level = log_level
         self._progress = progress
         self._on_ready = on_ready
@@ -124,18 +123,21 @@ class Supervisor:
         started = start_others(self._config, drain_seconds=drain_seconds, **self._of_engines())
         if started is not None:
             self._config = started.config
-        environment_of_each = environments(self._config.parallel, str(self._roles or ""))
+        parallel, given = self._config.parallel, ""
         if self._roles is not None:
+            given = self._roles.on_hosts(parallel.nnodes)
+        environment_of_each = environments(parallel, given)
+        if self._roles is not None and parallel.nnodes == 1:  # of several hosts all know the same
             environment_of_each = self._roles.with_secret(environment_of_each)
         sockets = listen(self._options.network)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._take_signal, number)
         with socket_directory() as self._directory:
-            self._engines = self._engine_processes(
-                dict(zip(ranks_here(self._config.parallel), environment_of_each, strict=True))
+            self._remote = remote_engines(
+                self._config, self._directory, index=self._num_api_servers, started=started, roles=self._roles
             )
-            self._remote = remote_engines(self._config, self._directory, index=self._num_api_servers, started=started)
+            self._engines = self._engine_processes(dict(zip(ranks_here(parallel), environment_of_each, strict=True)))
             try:
                 await self._serve(sockets)
             finally:
@@ -153,7 +155,10 @@ class Supervisor:
     def _engine_processes(self, environments: Mapping[int, Mapping[str, str]]) -> EngineProcesses:
         num_replicas = self._config.parallel.num_replicas
         start = EngineStart(of_one_host(self._config), "", num_replicas=num_replicas, **self._of_engines())
-        own = {} if self._roles is None else self._roles.options_of_each()
+        own: dict[int, dict[str, Any]] = {}
+        if self._roles is not None:
+            address = () if self._remote is None else (self._remote.address,)
+            own = self._roles.options_of_each(self._config, *address)
         return EngineProcesses(
             start, self._directory, environments, self._stopping, client_index=self._num_api_servers, own_options=own
         )
@@ -387,6 +392,7 @@ def follow_host_0(config: EngineConfig, options: ServerOptions, *, log_level: st
     """Run as another host until host 0 ends, with replicas or with devices of the one engine. Ctrl-C and SIGTERM end this host, in
     the first case once its requests have ended, and in the second with all others. Returns the exit code."""
     if config.parallel.num_replicas > 1:
-        return serve_replicas(config, drain_seconds=options.network.shutdown_timeout, **_fields_of_engines(options, log_level))
+        drain_seconds, roles = options.network.shutdown_timeout, options.processes.roles
+        return serve_replicas(config, drain_seconds=drain_seconds, roles=roles, **_fields_of_engines(options, log_level))
     follow(config)
     return 0

@@ -1,10 +1,21 @@
-"""Engine options whose defaults are others in a server, which many clients share."""
+"""Options of a server and of its engines together: what they exclude, and defaults that many clients change."""
 
 from typing import Any
 
 from jaxllm.config import SERVED_QUEUED_IMAGE_GB, SERVED_QUEUED_REQS, SERVED_QUEUED_TOKENS, EngineConfig
 from jaxllm.log import logger
 from server.options import ServerOptions
+
+
+def check_together(options: ServerOptions, config: EngineConfig) -> None:
+    """Raise ConfigError or AdapterError for options of a server that its engines' exclude, or that name what does not exist."""
+    from server.adapters import check_adapter_options
+
+    check_adapter_options(options.adapters, config, options.replies.names_of(config.model.model))
+    if options.chat.names_dialects:
+        from server.speech import check_names  # imports all dialects
+
+        check_names(options.chat)
 
 
 def served_config(config: EngineConfig, options: ServerOptions) -> EngineConfig:

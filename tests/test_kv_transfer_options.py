@@ -20,6 +20,8 @@ DECODE = {"kv_role": "decode", "kv_offloading_size": 1.0}
         ({"kv_role": "decode", "kv_offloading_size": 0}, "kv_role is decode, but there is no host memory"),
         ({"kv_role": "producer", "kv_offloading_size": 1.0}, "kv_role is 'producer', must be"),
         ({"kv_port": 1}, "kv_port is 1, but no kv_role is given"),
+        ({**PREFILL, "data_parallel_size": 2, "nnodes": 2}, "kv_role is prefill and nnodes 2, .* start a server on each"),
+        ({"data_parallel_size": 2, "nnodes": 2, "kv_host": "0.0.0.0"}, "kv_host is 0.0.0.0, which decode engines cannot"),
         ({"kv_peers": ["10.0.0.0/8"]}, "kv_peers is .*, but no kv_role is given: it is for decode engines"),
         ({**PREFILL, "kv_peers": ["10.0.0.0/8"]}, "kv_peers is .*, but kv_role is prefill"),
         ({**PREFILL, "kv_load_failure_policy": "fail"}, "kv_load_failure_policy is 'fail', but kv_role is prefill"),
@@ -52,6 +54,9 @@ def test_an_engine_without_a_role_takes_no_policies_of_decode_engines() -> None:
         with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*, but this engine fetches no blocks from others"):
             check_policies(config.kv_transfer)
         check_policies(config.replace(kv_role="decode").kv_transfer)
+    replicas = EngineConfig.from_options(data_parallel_size=2, nnodes=2, kv_port=1)
+    with pytest.raises(ConfigError, match="kv_port is 1, but this engine keeps no blocks for others; .* kv_role prefill"):
+        check_policies(replicas.kv_transfer)
 
 
 def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:

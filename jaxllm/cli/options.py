@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import log
@@ -54,25 +54,20 @@ def set_up_log(arguments: argparse.Namespace) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine options set by command line, environment and file, validated."""
-    options = chosen(resolve(engine_flags(), vars(arguments), arguments.config))
+def engine_options(
+    arguments: argparse.Namespace, complete: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+) -> dict[str, Any]:
+    """The engine options set by command line, environment and file, completed and validated."""
+    options = complete(chosen(resolve(engine_flags(), vars(arguments), arguments.config)))
     EngineConfig.from_options(**options)
     return options
 
 
-def server_options(arguments: argparse.Namespace, engine: EngineConfig, flags: Iterable[Flag], **fixed: Any) -> "ServerOptions":
-    """The server's options: these flags, set by command line, environment and file, and `fixed` ones. Validated with the engine's."""
-    from server.adapters import check_adapter_options
+def server_options(arguments: argparse.Namespace, flags: Iterable[Flag], **fixed: Any) -> "ServerOptions":
+    """The server's options: these flags, set by command line, environment and file, and `fixed` ones. Validated by themselves."""
     from server.options import ServerOptions
 
-    options = ServerOptions.from_options(**chosen(resolve(flags, vars(arguments), arguments.config)), **fixed)
-    check_adapter_options(options.adapters, engine, options.replies.names_of(engine.model.model))
-    if options.chat.names_dialects:
-        from server.speech import check_names  # imports all dialects
-
-        check_names(options.chat)
-    return options
+    return ServerOptions.from_options(**chosen(resolve(flags, vars(arguments), arguments.config)), **fixed)
 
 
 def sampling_options(arguments: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:

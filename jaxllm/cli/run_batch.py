@@ -56,10 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer the file, and print a line of counts. Returns the exit code."""
     from server.batch.run import EngineStopped
     from server.options import AccessOptions
+    from server.served_config import check_together
 
     chosen = options.engine_options(arguments)
     fixed = {"max_stored_responses": 0, "disable_uvicorn_access_log": True}
-    server = options.server_options(arguments, EngineConfig.from_options(**chosen), batch_flags(), **fixed)
+    server = options.server_options(arguments, batch_flags(), **fixed)
+    check_together(server, EngineConfig.from_options(**chosen))
     server = replace(server, access=AccessOptions())  # the environment may have a server's keys
     source, target = Path(arguments.input_file), Path(arguments.output_file)
     num_lines = _check_files(source, target)

@@ -8,8 +8,7 @@ from jaxllm.cli.flags import engine_flags, server_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from server.roles import Roles
-from server.served_config import served_config
+from server.served_config import check_together, served_config
 
 ABOUT = (
     "Serve a model over HTTP, as OpenAI's API does. The server listens at once and answers 503 until the model is loaded; "
@@ -30,13 +29,14 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal or a failure. Returns the exit code."""
-    engine_options = options.engine_options(arguments)
+    server_options = options.server_options(arguments, server_flags())
+    roles = server_options.processes.roles
+    engine_options = options.engine_options(arguments, dict if roles is None else roles.applied_to)
     config = EngineConfig.from_options(**engine_options)
-    server_options = options.server_options(arguments, config, server_flags())
+    check_together(server_options, config)
     level = "debug" if arguments.verbose else "error" if arguments.quiet else None
     if server_options.logging.log_format == "json":
         log.set_up(level, format="json")
-    roles = Roles.of(server_options.processes)
     if arguments.dry_run:
         return running.dry_run(engine_options if roles is None else roles.decode_engine(config).flat())
     from jaxllm.llm_engine import check_model

@@ -54,7 +54,8 @@ from jaxllm.start_times import StartTimes, process_age_seconds
 
 _IDLE_LOAD_SECONDS = 5.0
 """How often an engine without work looks at its load, which may change without a step: prompts kept for decode engines are fetched."""
-_LAGGING_PAUSE_SECONDS = 0.25
+_SHORT_PAUSE_SECONDS = 0.25
+"""How often it does while a client lags behind, or the engine is to end."""
 _FIRST_HELLO_SECONDS, _ALL_HELLOS_SECONDS = 2.0, 0.4
 """API servers say Hello four times a second until the engine serves."""
 _UPDATE_SECONDS = 0.005
@@ -163,7 +164,8 @@ class EngineLoop:
             if is_idle:
                 self._pulse.rest()
             try:
-                pause = _LAGGING_PAUSE_SECONDS if self._lagging else _IDLE_LOAD_SECONDS
+                is_due = self._lagging or self._held_by is not None  # when it drains, to end with the last lease
+                pause = _SHORT_PAUSE_SECONDS if is_due else _IDLE_LOAD_SECONDS
                 command = self._commands.get(block=is_idle, timeout=pause)
             except queue.Empty:
                 if is_idle:
@@ -247,7 +249,9 @@ class EngineLoop:
 
     def _is_let_go(self) -> bool:
         is_held = self._held_by is None or self._held_by
-        return not is_held and not self._requests and not self._core.has_unfinished_requests()
+        if is_held or self._requests or self._core.has_unfinished_requests():
+            return False
+        return not self._core.stats().num_kv_leases  # decode engines still fetch what it keeps
 
     def _add(self, command: Add) -> None:
         request = command.request

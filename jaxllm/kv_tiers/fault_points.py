@@ -3,6 +3,7 @@
 from jaxllm.fault_place import Place, flip_bit
 
 PLACES = {
+    "kv.local": Place("core", "jaxllm.kv_tiers.peers.client", "_connect_on_host"),
     "kv.hello": Place("core", "jaxllm.kv_tiers.peers.client", "_greet"),
     "kv.follow": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.follow"),
     "kv.pull": Place("core", "jaxllm.kv_tiers.peers.client", "Connection.pull"),

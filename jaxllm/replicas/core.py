@@ -466,6 +466,8 @@ class ReplicatedCore:
 
     def __init__(self, replicas: Replicas, ready: Ready, max_model_len: int):
         self.config = ready.config
+        if (num_replicas := len(replicas.clients)) != self.config.parallel.data_parallel_size:  # those of its host
+            self.config = self.config.replace(data_parallel_size=num_replicas)
         self.model_config = ready.model_config
         self.max_model_len = max_model_len
         self.processor_arguments: Mapping[str, int] = ready.processor_arguments

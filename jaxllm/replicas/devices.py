@@ -3,8 +3,9 @@
 import os
 
 from jaxllm import gpus
-from jaxllm.config import ParallelOptions
+from jaxllm.config import EngineConfig, ParallelOptions
 from jaxllm.errors import ConfigError
+from jaxllm.kv_transfer_options import LOOPBACK, PORT
 from jaxllm.parallel.topology import Topology
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -16,6 +17,16 @@ def ranks_here(parallel: ParallelOptions) -> range:
         return range(1)
     share = parallel.num_replicas // parallel.nnodes
     return range(parallel.node_rank * share, (parallel.node_rank + 1) * share)
+
+
+def of_one_host(config: EngineConfig) -> EngineConfig:
+    """The options of each engine process, for which the replicas of its host are all: each lies whole there."""
+    if config.parallel.num_replicas == 1:
+        return config
+    here, listens = len(ranks_here(config.parallel)), {}
+    if config.parallel.nnodes > 1:
+        listens = {"kv_host": LOOPBACK, "kv_port": PORT}  # which only engines with a role do, which they get later
+    return config.replace(data_parallel_size=here, nnodes=1, node_rank=0, distributed_executor_backend=None, **listens)
 
 
 def environments(parallel: ParallelOptions, given: str = "") -> list[dict[str, str]]:

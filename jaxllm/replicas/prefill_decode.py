@@ -13,7 +13,7 @@ from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Outputs, Refused
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
 from jaxllm.kv_transfer import read_kv_transfer
-from jaxllm.kv_transfer_options import PORT
+from jaxllm.kv_transfer_options import LOOPBACK, PORT
 from jaxllm.log import logger
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.replicas.core import Replicas
@@ -28,7 +28,7 @@ _ENDS_REQUEST = frozenset({ErrorKind.TIMEOUT, ErrorKind.QUEUE_TIMEOUT, ErrorKind
 
 
 class PrefillDecode(Replicas):
-    """Replicas of which the first `num_prefill` prefill, and the others decode. Callers see one request: its first leg has an id that no
+    """Replicas of which those with `prefill_ranks` prefill, and the others decode. Callers see one request: its first leg has an id that no
     caller knows, and where that leg fails the decode engine computes the prompt itself, unless the request is to fail too."""
 
     def __init__(
@@ -36,7 +36,8 @@ class PrefillDecode(Replicas):
         connect: Callable[[int, int | None], EngineClient],
         pids: Sequence[int | None],
         *,
-        num_prefill: int,
+        prefill_ranks: Collection[int],
+        num_hosts: int = 1,
         threshold: int,
         load_failure_policy: Literal["recompute", "fail"] = "recompute",
         pull_timeout: float = 10.0,
@@ -45,18 +46,20 @@ class PrefillDecode(Replicas):
         retries: bool = False,
     ):
         """threshold: a prompt with fewer uncached tokens runs on a decode engine alone. load_failure_policy: the option
-        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request. pull_timeout: the option kv_pull_timeout."""
+        kv_load_failure_policy; "fail": what ends a first leg with an error ends its request. pull_timeout: the option kv_pull_timeout.
+        num_hosts: hosts, each with as many of the engines, of the next ranks."""
         super().__init__(connect, pids, policy=policy, num_api_servers=num_api_servers, retries=retries)
-        self._num_prefill, self._threshold, self._fails = num_prefill, threshold, load_failure_policy == "fail"
+        self._prefills, self._num_hosts = frozenset(prefill_ranks), num_hosts
+        self._threshold, self._fails = threshold, load_failure_policy == "fail"
         self._pull_timeout = pull_timeout
         self.first_legs, self.second_legs = FirstLegs(), SecondLegs()
         self._last_leg = ""
 
     async def ready(self) -> "PrefillDecode":
         await super().ready()
-        self.routes = TwoLegs(self.balancer, self._num_prefill, self._threshold, self.core.max_model_len)
+        self.routes = TwoLegs(self.balancer, self._prefills, self._threshold, self.core.max_model_len, self._num_hosts)
         # Clients send whole requests: they name no engines.
-        self.core.config = self.core.config.replace(kv_role=None, kv_port=PORT)
+        self.core.config = self.core.config.replace(kv_role=None, kv_host=LOOPBACK, kv_port=PORT, kv_peers=None)
         return self
 
     @property
@@ -67,7 +70,7 @@ class PrefillDecode(Replicas):
         return error
 
     def replicas(self) -> list[ReplicaInfo]:
-        return [replace(each, role="prefill" if each.rank < self._num_prefill else "decode") for each in super().replicas()]
+        return [replace(each, role="prefill" if each.rank in self._prefills else "decode") for each in super().replicas()]
 
     def replica_of(self, request_id: str) -> int | None:
         leg = self.first_legs.of(request_id)
@@ -113,11 +116,12 @@ class PrefillDecode(Replicas):
     def _admit(self, rank: int) -> None:
         super()._admit(rank)
         for other in self._serving:
-            self._introduce(*sorted((rank, other)))
+            self._introduce(rank, other)
+            self._introduce(other, rank)
 
     def _watch(self, rank: int) -> None:
         super()._watch(rank)
-        if rank < self._num_prefill and self.clients[rank].silent_seconds > self._pull_timeout:
+        if rank in self._prefills and self.clients[rank].silent_seconds > self._pull_timeout:
             self._wait_no_more(rank)
 
     def _wait_no_more(self, rank: int) -> None:
@@ -131,8 +135,10 @@ class PrefillDecode(Replicas):
                 self._continue(leg_id, None)
 
     def _introduce(self, first: int, second: int) -> None:
-        """Have a decode engine connect to a prefill engine now, and not with the first request."""
-        if first < self._num_prefill <= second and (address := self.clients[first].prefill_address) is not None:
+        """If the first is a prefill engine and the second a decode engine, have this connect to it now, and not with the first request."""
+        if first not in self._prefills or second in self._prefills:
+            return
+        if (address := self.clients[first].prefill_address) is not None:
             with contextlib.suppress(EngineError):  # it has just ended
                 self.clients[second].meet(address)
 
@@ -200,7 +206,7 @@ class PrefillDecode(Replicas):
         """Send a request to the decode engine of its first leg, or refuse it. Returns whether it was sent."""
         self.second_legs.note_sent(second, leg.rank)
         try:
-            leg.decode_rank = self.routes.choose_decode(second, leg.decode_rank)
+            leg.decode_rank = self.routes.choose_decode(second, leg.rank, leg.decode_rank)
             self._send_to(leg.decode_rank, second)
         except JaxLLMError as error:
             self._refuse(second.request_id, error)

@@ -131,10 +131,12 @@ class Balancer:
         rank: int | None = None,
         *,
         among: np.ndarray | None = None,
+        near: np.ndarray | None = None,
         is_prefilled: bool = False,
     ) -> int:
         """Choose the replica for a request and count the request as sent there, until `ended`. rank: the replica, if it is chosen already.
-        among: bool [replicas], those that it may go to; None: all. is_prefilled: its prompt is computed already, elsewhere.
+        among: bool [replicas], those that it may go to; None: all. is_prefilled: its prompt is computed already, elsewhere. near: bool
+        [replicas], with is_prefilled those that reach its blocks sooner; None: all alike.
 
         A request of a session goes where the one before it went, unless it would wait there for a seat or for blocks.
 
@@ -143,7 +145,15 @@ class Balancer:
         cached = self._cached_of(request) if self._reads_caches else None
         num_tokens, options = len(request.prompt_token_ids), request.options
         return self._choose(
-            request.request_id, num_tokens, cached, options.adapter, rank, options.session_id, among, is_prefilled=is_prefilled
+            request.request_id,
+            num_tokens,
+            cached,
+            options.adapter,
+            rank,
+            options.session_id,
+            among,
+            near,
+            is_prefilled=is_prefilled,
         )
 
     def fewest_uncached(self, request: EngineCoreRequest, among: np.ndarray) -> int:
@@ -233,6 +243,7 @@ class Balancer:
         rank: int | None,
         session_id: str | None = None,
         among: np.ndarray | None = None,
+        near: np.ndarray | None = None,
         *,
         is_prefilled: bool = False,
     ) -> int:
@@ -251,7 +262,7 @@ class Balancer:
         elif (own := self._of_session(session_id, uncached, allowed)) is not None:
             replica = own
         elif self.policy == "cache_aware" and is_prefilled:
-            replica = self._least_held(num_tokens, allowed)
+            replica = self._least_held(num_tokens, allowed, near)
         elif self.policy == "cache_aware":
             replica = self._best(uncached, to_compute, adapter, allowed)
         elif self.policy == "least_loaded":
@@ -310,14 +321,19 @@ class Balancer:
             return self._lowest(cost + QUEUE_TOKENS * loads.waiting, allowed)
         return self._lowest(cost, is_free)
 
-    def _least_held(self, num_tokens: int, allowed: np.ndarray) -> int:
+    def _least_held(self, num_tokens: int, allowed: np.ndarray, near: np.ndarray | None) -> int:
         """The replica whose requests have the fewest tokens, for one whose prompt is computed: each step reads all tokens of the requests
-        that it continues. One where it would wait for a seat or for blocks is taken only if all are like that."""
+        that it continues. One where it would wait for a seat or for blocks is taken only if all are like that. A near one may have as many
+        more as the prompt has."""
         loads = self.loads
         is_free = allowed & (loads.seats > 0) & (loads.room >= num_tokens)
         if not is_free.any():
             return self._lowest(loads.held + QUEUE_TOKENS * loads.waiting, allowed)
-        return self._lowest(loads.held, is_free)
+        replica = self._lowest(loads.held, is_free)
+        if near is None or not (is_free & near).any():
+            return replica
+        nearest = self._lowest(loads.held, is_free & near)
+        return nearest if loads.held[nearest] <= loads.held[replica] + num_tokens else replica
 
     def _lowest(self, cost: np.ndarray, allowed: np.ndarray) -> int:
         """The allowed replica of the lowest cost; among equals the next in turn."""

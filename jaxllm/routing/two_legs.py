@@ -1,6 +1,6 @@
 """A request in two legs: a prefill engine computes its prompt, a decode engine fetches the blocks and computes the answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,18 @@ _KEEP = KVTransfer(keep_for_decode=True, tells_early=True)
 
 
 class TwoLegs:
-    """Which engines a request goes to: the first `num_prefill` replicas of a balancer prefill, the others decode."""
+    """Which engines a request goes to: some replicas of a balancer prefill, the others decode."""
 
-    def __init__(self, balancer: Balancer, num_prefill: int, threshold: int, max_model_len: int):
-        """threshold: a prompt with fewer tokens to compute is computed by the decode engine itself. max_model_len: the longest request."""
+    def __init__(
+        self, balancer: Balancer, prefill_ranks: Collection[int], threshold: int, max_model_len: int, num_hosts: int = 1
+    ):
+        """threshold: a prompt with fewer tokens to compute is computed by the decode engine itself. max_model_len: the longest request.
+        num_hosts: hosts that have the next replicas each, and as many."""
         self._balancer, self._threshold, self._max_model_len = balancer, threshold, max_model_len
-        self._prefills = np.arange(balancer.num_replicas) < num_prefill
+        self._prefills = np.isin(np.arange(balancer.num_replicas), list(prefill_ranks))
         self._decodes = ~self._prefills
+        self._host_of = np.arange(balancer.num_replicas) // (balancer.num_replicas // num_hosts)
+        self._num_hosts = num_hosts
 
     @property
     def can_answer(self) -> bool:
@@ -62,10 +67,12 @@ class TwoLegs:
         )
         return self._balancer.choose(request, rank, among=among)
 
-    def choose_decode(self, request: EngineCoreRequest, rank: int | None = None) -> int:
-        """The engine for a second leg: of the fewest tokens running. If the first leg left no blocks, as for a whole request."""
+    def choose_decode(self, request: EngineCoreRequest, prefill_rank: int, rank: int | None = None) -> int:
+        """The engine for a second leg, whose first ran on this prefill engine: of the fewest tokens running, on the same host if that is
+        about as good. If the first leg left no blocks, as for a whole request. rank: the engine, if it is chosen already."""
         is_prefilled = request.options.kv_transfer is not None
-        return self._balancer.choose(request, rank, among=self._decodes, is_prefilled=is_prefilled)
+        near = self._host_of == self._host_of[prefill_rank] if self._num_hosts > 1 else None
+        return self._balancer.choose(request, rank, among=self._decodes, near=near, is_prefilled=is_prefilled)
 
     def _ends_with_prompt(self, request: EngineCoreRequest) -> bool:
         """Whether nothing follows the step that computes the last prompt token."""

@@ -428,6 +428,27 @@ def test_an_engine_that_drains_ends_once_every_client_has_let_it_go(model_direct
     run(work())
 
 
+def test_a_prefill_engine_that_drains_ends_once_its_blocks_are_fetched(model_directory: Path) -> None:
+    async def work() -> None:
+        with served(model_directory) as engine:
+            leased = model_directory / "leased"
+            leased.touch()
+            try:
+                async with engine.connected() as llm:
+                    client = llm._core._client  # type: ignore[attr-defined]
+                    client.drain()
+                    await until(lambda: client.is_draining)  # it is let go at once
+                    await asyncio.sleep(1.0)
+                    assert engine.process.poll() is None
+                    leased.unlink()
+                    await until(lambda: engine.process.poll() is not None)
+                    assert engine.process.returncode == 0
+            finally:
+                leased.unlink(missing_ok=True)
+
+    run(work())
+
+
 def test_a_fatal_step_is_told_and_ends_the_process(model_directory: Path) -> None:
     async def main() -> None:
         with served(model_directory) as engine:

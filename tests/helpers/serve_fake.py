@@ -18,8 +18,9 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     factory = given.pop("core_factory", FACTORY)
     known = {f.name for group in dataclasses.fields(EngineConfig) for f in dataclasses.fields(group.default_factory())}  # type: ignore[arg-type, misc]
-    config = EngineConfig.from_options(**{name: value for name, value in given.items() if name in known})
     options = ServerOptions.from_options(**{name: value for name, value in given.items() if name not in known})
+    roles, of_engines = options.processes.roles, {name: value for name, value in given.items() if name in known}
+    config = EngineConfig.from_options(**(of_engines if roles is None else roles.applied_to(of_engines)))
 
     log.set_up()
 
@@ -30,7 +31,7 @@ def main() -> int:
         if config.parallel.node_rank:
             drain_seconds, step_timeout = options.network.shutdown_timeout, options.processes.step_timeout
             more = {"core_factory": factory or None, "step_timeout_seconds": step_timeout}
-            return serve_replicas(config, drain_seconds=drain_seconds, **more)
+            return serve_replicas(config, drain_seconds=drain_seconds, roles=roles, **more)
         return serve(config, options, on_ready=ready, core_factory=factory or None)
     except JaxLLMError as error:
         print(f"error: {error}", file=sys.stderr)

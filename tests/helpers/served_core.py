@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxllm.kv_transfer import KVTransfer
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest
+from jaxllm.scheduler_stats import SchedulerStats
 from jaxllm.text.tokenizer import load_tokenizer
 from tests.helpers.fake_engine_core import FakeEngineCore
 
@@ -25,7 +27,8 @@ STEP_SECONDS = 0.0005
 
 
 class ServedFakeCore(FakeEngineCore):
-    """Outputs "one two three", repeatedly if it ignores EOS; a prompt's first word may select other behaviour."""
+    """Outputs "one two three", repeatedly if it ignores EOS; a prompt's first word may select other behaviour. Keeps blocks for a decode
+    engine as long as there is a file "leased" in the model's directory."""
 
     def __init__(self, config: EngineConfig):
         self.tokenizer = load_tokenizer(Path(config.model.model))
@@ -65,6 +68,9 @@ class ServedFakeCore(FakeEngineCore):
             deed()
         time.sleep(STEP_SECONDS)
         return super().step()
+
+    def stats(self) -> SchedulerStats:
+        return replace(super().stats(), num_kv_leases=int((Path(self.config.model.model) / "leased").exists()))
 
     def _die(self) -> None:
         raise EngineDeadError("the device is lost")

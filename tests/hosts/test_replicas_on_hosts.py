@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from jaxllm import env
+from jaxllm.engine import features
 from tests.helpers import engines, goldens
 from tests.helpers.ports import free_port
 from tests.helpers.serve_processes import ServerProcess, serving
@@ -226,11 +227,15 @@ def test_two_hosts_with_two_devices_each_compute_what_one_device_does(tmp_path: 
     monkeypatch.setenv(env.HOSTS_TOKEN, "secret")
     options = {**engines.SMALL, "core_factory": "", "data_parallel_size": 2, "tensor_parallel_size": 2, "dtype": "float32"}
     options = {**options, "master_port": free_port(), "warmup": "lazy"}
+    if features.KV_TIERS is not None:
+        options["kv_offloading_size"] = 0.01
     with (
         host(1, golden.directory, tmp_path, **options),
         host(0, golden.directory, tmp_path, **options) as first,
         first.wait_ready().client() as client,
     ):
+        if features.KV_TIERS is not None:
+            assert "host memory: " in first.log(), "each replica has that of its host"
         for rank in range(2):
             for result in golden.results[:2]:
                 body = {"model": "model", "prompt": result.prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}

@@ -28,7 +28,7 @@ from jaxllm.replicas.hosts import link as links
 from jaxllm.replicas.hosts import local_engines, remote_engines, wire
 from jaxllm.replicas.hosts.identity import identity
 from jaxllm.replicas.hosts.link import Link
-from jaxllm.replicas.hosts.remote_engines import RemoteEngines, of_one_host
+from jaxllm.replicas.hosts.remote_engines import RemoteEngines
 from jaxllm.request import EngineCoreRequest
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.ports import free_port
@@ -334,8 +334,8 @@ def test_each_host_has_its_share_of_the_replicas_whole(monkeypatch):
         ConfigError, match="data_parallel_size 2 on each host with 4 GPUs each needs 8 GPUs, this machine has 6"
     ):
         devices.environments(there)
-    engines = of_one_host(config(1)).parallel
-    assert (engines.nnodes, engines.node_rank, engines.data_parallel_size) == (1, 0, 2)
+    engines = devices.of_one_host(config(1)).parallel
+    assert (engines.nnodes, engines.node_rank, engines.data_parallel_size) == (1, 0, 1)
 
 
 def test_identities_are_equal_but_for_paths(tmp_path):

@@ -170,7 +170,7 @@ class Cores:
             router = PrefillDecode(
                 lambda rank, pid: clients[rank],  # type: ignore[arg-type, return-value]
                 [1, 2],
-                num_prefill=1,
+                prefill_ranks=(0,),
                 threshold=THRESHOLD,
             )
             await router.ready()

@@ -172,7 +172,7 @@ def with_fleet(test: Callable[[Fleet], Awaitable[None]], addresses: Sequence[KVT
         core = PrefillDecode(
             lambda rank, pid: clients[rank],  # type: ignore[arg-type, return-value]
             [1, 2, 3, 4],
-            num_prefill=2,
+            prefill_ranks=(0, 1),
             threshold=THRESHOLD,
             **options,
         )

@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm.kv_transfer import KVTransfer
 from jaxllm.request import Grammar
-from jaxllm.routing.two_legs import decode_leg, prefill_leg
+from jaxllm.routing.two_legs import TwoLegs, decode_leg, prefill_leg
 from jaxllm.sampling_params import SamplingParams
 from tests.routing.test_balancer import BLOCK, make_balancer, make_request, stats
 from tests.test_kv_transfer import PULLED, TO_DECODE
@@ -48,6 +48,17 @@ def test_decode_engines_are_chosen_by_the_tokens_that_they_hold() -> None:
     assert balancer.loads.work[1] - 64 * 2 == BLOCK, "all but a block of the prompt is fetched, not computed"
     balancer.note_load(2, stats(cache_usage=0.2, num_running=6), 3)
     assert list(balancer.loads.held) == [0, 550, 800]
+
+
+def test_the_decode_engine_of_the_same_host_is_taken_unless_it_has_more_tokens_by_the_prompt() -> None:
+    fetched = KVTransfer(remote_engine_id="e")
+    for prefill_rank, expected in ((1, [1, 1, 2, 1]), (2, [2, 2, 1, 2]), (0, [1, 2, 1, 2])):
+        balancer = make_balancer()
+        routes = TwoLegs(balancer, (0,), 0, 1000, num_hosts=3)
+        requests = [make_request(n, [n] * 100, kv_transfer=fetched) for n in range(4)]
+        assert [routes.choose_decode(request, prefill_rank) for request in requests] == expected, prefill_rank
+        balancer.note_load(prefill_rank, stats(num_running=8))
+        assert routes.choose_decode(make_request("full", [1] * 100, kv_transfer=fetched), prefill_rank) != prefill_rank
 
 
 def test_decode_engines_without_a_seat_or_blocks_are_taken_last() -> None:

@@ -280,16 +280,8 @@ def _take(slot_of: dict[bytes, int], name: bytes) -> int:
 
 def _connect(target: Target, found: "Sequence[addresses.Address]", seconds: float) -> Channel:
     """Connect to a process of this host, or else to the first address that answers. Raises OSError."""
-    local = socket.socket(socket.AF_UNIX)
-    try:
-        local.settimeout(seconds)
-        local.connect(socket_name(target.engine_id))
-        channel = Channel(local, messages.FIRST_OF_PREFILL)
-        if channel.user_id in (os.geteuid(), 0):
-            return channel
-    except OSError:
-        pass  # it is on another host, or in another container
-    local.close()
+    with contextlib.suppress(OSError):  # it is on another host, or in another container
+        return _connect_on_host(target, seconds)
     deadline, error = time.monotonic() + seconds, OSError("no address is known")
     for family, address in found:
         stream = socket.socket(family, socket.SOCK_STREAM)
@@ -301,6 +293,21 @@ def _connect(target: Target, found: "Sequence[addresses.Address]", seconds: floa
             stream.close()
             error = new
     raise error
+
+
+def _connect_on_host(target: Target, seconds: float) -> Channel:
+    """Raises OSError if there is no such engine on this host, or one of another user."""
+    local = socket.socket(socket.AF_UNIX)
+    try:
+        local.settimeout(seconds)
+        local.connect(socket_name(target.engine_id))
+        channel = Channel(local, messages.FIRST_OF_PREFILL)
+        if channel.user_id not in (os.geteuid(), 0):
+            raise PermissionError("it is of another user")
+        return channel
+    except OSError:
+        local.close()
+        raise
 
 
 def _greet(channel: Channel, target: Target, own: Identity, seconds: float) -> None:

@@ -17,14 +17,15 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.framing import WireError
 from jaxllm.hosts import handshake
 from jaxllm.log import logger
-from jaxllm.replicas.devices import environments, ranks_here
+from jaxllm.replicas.devices import environments, of_one_host, ranks_here
 from jaxllm.replicas.hosts import wire
 from jaxllm.replicas.hosts.identity import identity
 from jaxllm.replicas.hosts.link import Link
 from jaxllm.replicas.hosts.local_engines import LocalEngines
-from jaxllm.replicas.hosts.remote_engines import names_of, of_one_host
+from jaxllm.replicas.hosts.remote_engines import names_of
 from jaxllm.replicas.hosts.wire import Failed, Stopping
 from jaxllm.replicas.processes import EngineProcess, EngineProcesses
+from jaxllm.replicas.roles import Roles
 from jaxllm.worker_thread import WorkerThread
 
 EXIT_LOST = 1
@@ -33,12 +34,13 @@ _LAST_SECONDS = 1.0
 
 class ReplicaHost:
     """This host of several. `start`: parameters of its engine processes, but for what differs among them; `drain_seconds`: the time that
-    running requests get to end after a signal."""
+    running requests get to end after a signal; `roles`: those of the replicas, if they have any."""
 
-    def __init__(self, config: EngineConfig, start: EngineStart, drain_seconds: float):
-        self._config, self._options = config, config.parallel
-        self._found = identity(config)
-        self._environments = dict(zip(ranks_here(config.parallel), environments(config.parallel), strict=True))
+    def __init__(self, config: EngineConfig, start: EngineStart, drain_seconds: float, roles: Roles | None = None):
+        self._config, self._options, self._roles = config, config.parallel, roles
+        self._found = {**identity(config), **({} if roles is None else roles.identity())}
+        given = "" if roles is None else roles.on_hosts(config.parallel.nnodes)
+        self._environments = dict(zip(ranks_here(config.parallel), environments(config.parallel, given), strict=True))
         self._start, self._drain_seconds = start, drain_seconds
         self._began = time.monotonic()
 
@@ -55,9 +57,13 @@ class ReplicaHost:
         connecting = asyncio.wrap_future(thread.submit(partial(handshake.connect, self._options, self._found)))
         if not await _unless(self._leaving, connecting):
             return 128 + self._signal
+        address = connecting.result().stream.getsockname()[0]
         link = await Link.of(connecting.result(), wire.FROM_HOST_0)
+        own = {} if self._roles is None else self._roles.options_of_each(self._config, address)
         with socket_directory() as directory:
-            self._engines = EngineProcesses(self._start, directory, self._environments, self._leaving, client_index=0)
+            self._engines = EngineProcesses(
+                self._start, directory, self._environments, self._leaving, client_index=0, own_options=own
+            )
             try:
                 return await self._serve(link)
             finally:
@@ -165,15 +171,15 @@ async def _unless(stop: asyncio.Event, work: "asyncio.Future[Any]") -> bool:
     return True
 
 
-def serve_replicas(config: EngineConfig, *, drain_seconds: float, **more: Any) -> int:
-    """Be host `config.parallel.node_rank` of several with replicas; `more` are fields of the EngineStart of its processes. Returns the
-    exit code: 0 if host 0 was shut down, or a signal ended this host once it served.
+def serve_replicas(config: EngineConfig, *, drain_seconds: float, roles: Roles | None = None, **more: Any) -> int:
+    """Be host `config.parallel.node_rank` of several with replicas, of these roles; `more` are fields of the EngineStart of its processes.
+    Returns the exit code: 0 if host 0 was shut down, or a signal ended this host once it served.
 
     Raises ConfigError, ModelLoadError or EngineDeadError if this host cannot start, or its replicas end again and again.
     """
     start = EngineStart(of_one_host(config), "", num_replicas=config.parallel.num_replicas, has_remote_clients=True, **more)
 
     async def run() -> int:
-        return await ReplicaHost(config, start, drain_seconds).run()
+        return await ReplicaHost(config, start, drain_seconds, roles).run()
 
     return asyncio.run(run())

@@ -29,6 +29,7 @@ from jaxllm.replicas.hosts.inbox import Inbox
 from jaxllm.replicas.hosts.link import Link
 from jaxllm.replicas.hosts.wire import End, Ended, Failed, Frame, Greet, Leave, Stopping
 from jaxllm.replicas.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
+from jaxllm.replicas.roles import Roles
 
 _LAST_SECONDS = 1.0
 """The longest wait for the last messages to other hosts to be sent."""
@@ -69,15 +70,24 @@ class RemoteEngines:
     """The replicas of other hosts. Everything runs in an event loop, but for the constructor.
 
     `directory` gets one for the sockets of each replica; `index`: the number of this process's clients, after the API servers';
-    `started`: what started the other hosts, if that was not done by hand.
+    `started`: what started the other hosts, if that was not done by hand; `roles`: those of the replicas, if they have any.
     Raises ConfigError if host 0 cannot listen at its address.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, *, index: int, started: StartedReplicas | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: Path,
+        *,
+        index: int,
+        started: StartedReplicas | None = None,
+        roles: Roles | None = None,
+    ):
         self._options, self._index, self._started = config.parallel, index, started
         self._restarts: list[float] = []
         """When hosts were started again."""
-        self._reception = Reception(config.parallel, identity(config), self._take, started)
+        own = {**identity(config), **({} if roles is None else roles.identity())}
+        self._reception = Reception(config.parallel, own, self._take, started)
         here = ranks_here(config.parallel)
         self.directories = {rank: directory / str(rank) for rank in range(config.parallel.num_replicas) if rank not in here}
         """Directories of the sockets of each of them."""
@@ -118,6 +128,11 @@ class RemoteEngines:
             all_ready.cancel()
             for client in clients:
                 client.close()
+
+    @property
+    def address(self) -> str:
+        """The address of host 0 at which others reach it."""
+        return self._reception.address
 
     @property
     def has_hosts(self) -> bool:
@@ -321,19 +336,12 @@ class _RemoteEngine:
 
 
 def remote_engines(
-    config: EngineConfig, directory: Path, *, index: int, started: StartedReplicas | None
+    config: EngineConfig, directory: Path, *, index: int, started: StartedReplicas | None, roles: Roles | None
 ) -> RemoteEngines | None:
     """The replicas of other hosts, if there are any. See RemoteEngines."""
     if config.parallel.num_replicas == 1 or config.parallel.nnodes == 1:
         return None
-    return RemoteEngines(config, directory, index=index, started=started)
-
-
-def of_one_host(config: EngineConfig) -> EngineConfig:
-    """The options of each engine process: one of several replicas lies whole on a host."""
-    if config.parallel.num_replicas == 1:
-        return config
-    return config.replace(nnodes=1, node_rank=0, distributed_executor_backend=None)
+    return RemoteEngines(config, directory, index=index, started=started, roles=roles)
 
 
 def names_of(replicas: range) -> str:
