@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jaxllm import env
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv_connectors import without_connector_size
-from jaxllm.kv_transfer_options import without_policies
+from jaxllm.options.kv_transfer import without_policies
+from jaxllm.vllm_compat.kv_connectors import without_connector_size
 from server.options import ProcessOptions
 
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
