@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from jaxllm.context_options import context_faults
-from jaxllm.eplb_options import eplb_faults
 from jaxllm.errors import ConfigError
-from jaxllm.hosts_options import hosts_faults
-from jaxllm.kv_connectors import KVTransferConfig as KVTransferConfig
-from jaxllm.kv_connectors import kv_connector_faults, with_connector_options, without_connector_size
-from jaxllm.kv_events_options import kv_events_faults
-from jaxllm.kv_offloading_options import kv_offloading_faults
-from jaxllm.kv_transfer_options import KVTransferOptions, kv_transfer_faults
-from jaxllm.lora_options import RANKS, LoRAOptions, lora_faults
-from jaxllm.multimodal_options import MultiModalOptions, multimodal_faults
-from jaxllm.quantization_options import ONLINE, WIDENED, HeadQuantization, Quantization
+from jaxllm.options.context import context_faults
+from jaxllm.options.eplb import eplb_faults
+from jaxllm.options.hosts import hosts_faults
+from jaxllm.options.kv_events import kv_events_faults
+from jaxllm.options.kv_offloading import kv_offloading_faults
+from jaxllm.options.kv_transfer import KVTransferOptions, kv_transfer_faults
+from jaxllm.options.lora import RANKS, LoRAOptions, lora_faults
+from jaxllm.options.multimodal import MultiModalOptions, multimodal_faults
+from jaxllm.options.quantization import ONLINE, WIDENED, HeadQuantization, Quantization
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig as KVTransferConfig
+from jaxllm.vllm_compat.kv_connectors import kv_connector_faults, with_connector_options, without_connector_size
 
 SchedulingPolicy = Literal["auto", "fcfs", "fair", "priority"]
 SERVED_QUEUED_REQS = 10_000

@@ -20,9 +20,9 @@ from jaxllm.config import (
     flags,
 )
 from jaxllm.flag_arguments import add_flag
-from jaxllm.vllm_arguments import add_vllm_arguments
-from jaxllm.vllm_environment import with_engine_variables
-from jaxllm.vllm_flags import SHORT_NAMES, TABLE, as_options
+from jaxllm.vllm_compat.arguments import add_vllm_arguments
+from jaxllm.vllm_compat.environment import with_engine_variables
+from jaxllm.vllm_compat.flags import SHORT_NAMES, TABLE, as_options
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
@@ -38,7 +38,7 @@ class EngineArgs(
     CompileOptions,
     ObserveOptions,
 ):
-    """Takes the engine's options and vLLM's names (`jaxllm.vllm_flags`); `LLM(**dataclasses.asdict(args))` works too.
+    """Takes the engine's options and vLLM's names (`jaxllm.vllm_compat.flags`); `LLM(**dataclasses.asdict(args))` works too.
 
     Raises ConfigError for unknown names, wrong values and what vLLM's names ask for and is not to be had here.
     """

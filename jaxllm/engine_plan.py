@@ -12,12 +12,12 @@ from jaxllm.engine.features import check_own_store, check_speculative_config
 from jaxllm.engine.resolve import resolve_sizes
 from jaxllm.engine.stage_plans import lay_out
 from jaxllm.errors import JaxLLMError
-from jaxllm.kv_transfer_options import check_policies
 from jaxllm.layers.build import num_parameters, weight_bytes
 from jaxllm.loaders.formats import has_checkpoint
 from jaxllm.loaders.load import check_weights
 from jaxllm.media import load_processor
 from jaxllm.model_config import ModelConfig
+from jaxllm.options.kv_transfer import check_policies
 from jaxllm.parallel.mesh import meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.request_processor import load_texts

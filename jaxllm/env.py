@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
+from jaxllm.whole_numbers import whole_number
 
 CONFIG_FILE = "JAXLLM_CONFIG"  # path of a YAML file with engine options
 CACHE_DIR = "JAXLLM_CACHE_DIR"  # where compiled programs are kept
@@ -15,7 +16,7 @@ API_KEY = "JAXLLM_API_KEY"  # the key of a server: what clients here send
 HOSTS_TOKEN = "JAXLLM_HOSTS_TOKEN"  # a secret that all hosts of one server must know
 KV_TOKEN = "JAXLLM_KV_TOKEN"  # a secret that prefill and decode engines share
 OPTION_PREFIX = "JAXLLM_OPT_"  # JAXLLM_OPT_MAX_NUM_SEQS=64 sets --max-num-seqs
-VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"  # as LOG_LEVEL, which wins; all others of vLLM: jaxllm/vllm_environment.py
+VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"  # as LOG_LEVEL, which wins; all others of vLLM: jaxllm/vllm_compat/environment.py
 VLLM_CACHE_ROOT = "VLLM_CACHE_ROOT"  # its folder jaxllm is as CACHE_DIR, which wins
 
 
@@ -32,8 +33,6 @@ def cache_dir() -> Path:
 
 def cache_bytes() -> int:
     """Most bytes that a folder of compiled programs keeps from start to start: $JAXLLM_CACHE_BYTES, else 4 GiB. Raises ConfigError."""
-    from jaxllm.flag_arguments import whole_number
-
     text = os.environ.get(CACHE_BYTES) or "4G"
     try:
         if (found := whole_number(text)) >= 0:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -10,13 +9,13 @@ from typing import Any, Literal
 
 from jaxllm.config import Flag, type_matches, unknown_name
 from jaxllm.structured_outputs import StructuredOutputsParams
-from jaxllm.vllm_flags import TABLE, TAKEN, TAKEN_BY_SERVER
-from jaxllm.vllm_values import VALUES, as_here, tell
+from jaxllm.vllm_compat.flags import TABLE, TAKEN, TAKEN_BY_SERVER
+from jaxllm.vllm_compat.values import VALUES, as_here, tell
+from jaxllm.whole_numbers import whole_number
 
 SEVERAL_WORDS = ("api_key", "served_model_name", "lora_target_modules", "lora_modules", "allowed_media_domains")
 """Options whose flag may be followed by several texts, as vLLM has it: `--api-key one two`."""
 
-_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -139,20 +138,6 @@ def read_value(flag: Flag, value: Any) -> Any:
     if not type_matches(value, flag.type):
         raise ValueError(f"{value!r} is not {noun(kind)}")
     return value
-
-
-def whole_number(text: str) -> int:
-    """`1k` is 1000, `1K` is 1024, and so on for m, g, t; a fraction is allowed where the result is whole: `1.5k`."""
-    match = re.fullmatch(r"([+-]?\d+(?:_\d+)*)(\.\d+)?([kmgtKMGT])?", text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a whole number (such as 4096, 4k = 4000, 4K = 4096, 2G = 2 GiB)")
-    whole, fraction, suffix = match.groups()
-    if fraction is None:
-        return int(whole) * _SUFFIXES.get(suffix, 1)
-    value = float(whole + fraction) * _SUFFIXES.get(suffix, 1)
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(value)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

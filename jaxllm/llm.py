@@ -35,8 +35,8 @@ from jaxllm.text.prompt_media import DATA, by_kind, has_unprepared, with_process
 from jaxllm.text.tokenization import PLAIN, Tokenization
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.tqdm_bars import LoadingBar, open_bar
-from jaxllm.vllm_environment import with_engine_variables
-from jaxllm.vllm_flags import as_options
+from jaxllm.vllm_compat.environment import with_engine_variables
+from jaxllm.vllm_compat.flags import as_options
 
 if TYPE_CHECKING:
     from jaxllm.media.addresses import MediaReader

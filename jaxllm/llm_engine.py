@@ -13,15 +13,14 @@ from jaxllm.engine import fault_points
 from jaxllm.engine.features import check_own_store, check_speculative_config
 from jaxllm.engine.parallel_backends import check_backend
 from jaxllm.engine_args import FromOptions
-from jaxllm.eplb_options import tell_unused_keys
 from jaxllm.errors import ConfigError, EngineError, JaxLLMError
-from jaxllm.kv_connectors import tell_unused_connector_keys
-from jaxllm.kv_transfer_options import check_policies
 from jaxllm.lora_calls import LoraCalls, loras_in_this_thread, run_now
-from jaxllm.lora_options import without_effect
 from jaxllm.lora_request import LoRARequest
 from jaxllm.media import load_processor
 from jaxllm.models.load_config import load_model_config
+from jaxllm.options.eplb import tell_unused_keys
+from jaxllm.options.kv_transfer import check_policies
+from jaxllm.options.lora import without_effect
 from jaxllm.outputs import RequestOutput
 from jaxllm.parallel.topology import Topology
 from jaxllm.pooling_params import PoolingParams
@@ -32,6 +31,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.start_times import StartTimes, process_age_seconds
 from jaxllm.text.input_processor import Prompt
 from jaxllm.text.model_files import text_files
+from jaxllm.vllm_compat.kv_connectors import tell_unused_connector_keys
 
 if TYPE_CHECKING:
     from jaxllm.sampling.processors import Processor

@@ -13,8 +13,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError
 from jaxllm.files import read_json
 from jaxllm.hub import is_hub_id, resolve_model
-from jaxllm.lora_options import RANKS
 from jaxllm.lora_request import LoRARequest
+from jaxllm.options.lora import RANKS
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ from jaxllm.loaders.load import load_weights
 from jaxllm.loaders.orbax import ENCODER
 from jaxllm.model_config import DTYPES
 from jaxllm.models.load_config import load_model_config, read_config_json
+from jaxllm.options.quantization import ONLINE, QUANTIZATION_FILES
 from jaxllm.parallel.mesh import make_mesh
-from jaxllm.quantization_options import ONLINE, QUANTIZATION_FILES
 from scripts.saving import save_orbax, with_formats
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*/config.json")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenizers import Tokenizer
 
-from jaxllm.quantization_options import ONLINE
+from jaxllm.options.quantization import ONLINE
 from scripts.demo_data import chat_tokenizer, pirate, python_text, scoring, tasks
 from scripts.demo_data.chat_tokenizer import END_OF_TEXT_ID, STOP_IDS
 from scripts.demo_data.dialogue import Dialogue

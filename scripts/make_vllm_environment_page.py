@@ -10,13 +10,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxllm.flag_arguments import spelling
-from jaxllm.vllm_environment import OLDER, TABLE, VllmVariable
+from jaxllm.vllm_compat.environment import OLDER, TABLE, VllmVariable
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "VLLM_ENVIRONMENT.md"
 INTRODUCTION = """# vLLM's environment variables
 
-Written by `scripts/make_vllm_environment_page.py` from `jaxllm/vllm_environment.py`; tests hold it up to date and
-complete.
+Written by `scripts/make_vllm_environment_page.py` from `jaxllm/vllm_compat/environment.py`; tests hold it up to date
+and complete.
 
 Every variable that vLLM 0.33 reads, and older ones that scripts still set, is one of these:
 

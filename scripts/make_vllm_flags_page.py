@@ -8,16 +8,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jaxllm import eplb_options
 from jaxllm.flag_arguments import spelling
+from jaxllm.options import eplb as eplb_options
 from jaxllm.speculative.refused import NO_EFFECT as unused_keys
-from jaxllm.vllm_flags import OLDER, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, VllmFlag
-from jaxllm.vllm_values import VALUES, VllmValue
+from jaxllm.vllm_compat.flags import OLDER, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, VllmFlag
+from jaxllm.vllm_compat.values import VALUES, VllmValue
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "VLLM_FLAGS.md"
 INTRODUCTION = """# vLLM's flags
 
-Written by `scripts/make_vllm_flags_page.py` from `jaxllm/vllm_flags.py`; tests hold it up to date and complete.
+Written by `scripts/make_vllm_flags_page.py` from `jaxllm/vllm_compat/flags.py`; tests hold it up to date and complete.
 
 Every flag of `vllm serve` 0.33, and older ones that scripts still use, is one of these:
 

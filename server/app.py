@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.errors import JaxLLMError
 from jaxllm.log import logger
-from jaxllm.vllm_environment import with_variables
+from jaxllm.vllm_compat.environment import with_variables
 from server.context import ServerContext
 from server.end_leases import EndLeases
 from server.error_shapes import shaped

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "jaxllm": 0,  # plain types: every module directly in jaxllm/ that is not named below
+    "jaxllm.options": 0,
+    "jaxllm.vllm_compat": 0,
     "jaxllm.gguf_files": 0,
     "jaxllm.model_parts": 0,
     "jaxllm.scheduler": 1,
@@ -65,6 +67,12 @@ FLOORS = {
 """Level of each package; a module belongs to its longest prefix here."""
 
 SIBLINGS = {
+    ("jaxllm", "jaxllm.options"),
+    ("jaxllm.options", "jaxllm"),
+    ("jaxllm", "jaxllm.vllm_compat"),
+    ("jaxllm.vllm_compat", "jaxllm"),
+    ("jaxllm.vllm_compat", "jaxllm.options"),
+    ("jaxllm.options", "jaxllm.media.options"),
     ("jaxllm", "jaxllm.gguf_files"),
     ("jaxllm.gguf_files", "jaxllm"),
     ("jaxllm", "jaxllm.model_parts"),

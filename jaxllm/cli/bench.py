@@ -15,8 +15,8 @@ from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.config import Flag
 from jaxllm.log import info_once
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.vllm_arguments import add_vllm_arguments
-from jaxllm.vllm_flags import BENCH_TABLE
+from jaxllm.vllm_compat.arguments import add_vllm_arguments
+from jaxllm.vllm_compat.flags import BENCH_TABLE
 
 if TYPE_CHECKING:
     from jaxllm.http_client.datasets import LoadPrompt

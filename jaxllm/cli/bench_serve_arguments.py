@@ -8,8 +8,8 @@ from jaxllm.cli.flags import shaping_flags
 from jaxllm.cli.parser import Parser
 from jaxllm.cli.server_arguments import add_connection_arguments
 from jaxllm.flag_arguments import read_object, spelling
-from jaxllm.vllm_arguments import add_vllm_arguments
-from jaxllm.vllm_flags import BENCH_TABLE
+from jaxllm.vllm_compat.arguments import add_vllm_arguments
+from jaxllm.vllm_compat.flags import BENCH_TABLE
 
 DATASETS = ("random", "random-mm", "mix", "sharegpt", "custom", "prefix_repetition")
 BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat", "openai-embeddings": "openai-embeddings"}

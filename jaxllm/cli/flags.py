@@ -5,11 +5,11 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm import vllm_flags
 from jaxllm.config import Flag, flags, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import is_object, read_value, spelling
 from jaxllm.sampling_params import MODEL_DEFAULTS, SamplingParams
+from jaxllm.vllm_compat import flags as vllm_flags
 
 NO_FLAGS: Mapping[str, str] = {"seed": "the engine's --seed seeds every request that has none"}
 """Annotated fields of SamplingParams without a flag, with the reason."""

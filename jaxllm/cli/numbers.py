@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.flag_arguments import read_object, whole_number
-from jaxllm.vllm_flags import BENCH_DATASETS
+from jaxllm.flag_arguments import read_object
+from jaxllm.vllm_compat.flags import BENCH_DATASETS
+from jaxllm.whole_numbers import whole_number
 
 
 @dataclass(frozen=True)

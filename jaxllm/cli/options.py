@@ -13,7 +13,7 @@ from jaxllm.cli.parser import Parser, UsageError
 from jaxllm.cli.progress_bars import make_progress
 from jaxllm.cli.settings import chosen, resolve
 from jaxllm.config import EngineConfig, Flag
-from jaxllm.lora_options import LoRAOptions
+from jaxllm.options.lora import LoRAOptions
 from jaxllm.progress import Progress
 from jaxllm.sampling_params import SamplingParams
 

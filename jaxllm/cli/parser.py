@@ -9,14 +9,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxllm import vllm_environment
 from jaxllm.cli.flags import SHORT_NAMES, object_flags
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import SEVERAL_WORDS, add_flag, spelling
 from jaxllm.log import info_once
-from jaxllm.vllm_arguments import add_vllm_arguments, help_lines, notes_on_values, rewritten, take_vllm_arguments
-from jaxllm.vllm_flags import OLDER
+from jaxllm.vllm_compat import environment as vllm_environment
+from jaxllm.vllm_compat.arguments import add_vllm_arguments, help_lines, notes_on_values, rewritten, take_vllm_arguments
+from jaxllm.vllm_compat.flags import OLDER
 
 MAX_CANDIDATES = 12
 """Most flags that the error of an ambiguous prefix lists."""

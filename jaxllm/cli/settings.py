@@ -5,13 +5,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm import env, vllm_environment, vllm_flags, vllm_values
+from jaxllm import env
 from jaxllm.cli.flags import all_flags, read_file_setting
 from jaxllm.config import Flag, unknown_name
 from jaxllm.errors import ConfigError
 from jaxllm.files import read_text
 from jaxllm.flag_arguments import read_text as read_option
 from jaxllm.flag_arguments import spelling
+from jaxllm.vllm_compat import environment as vllm_environment
+from jaxllm.vllm_compat import flags as vllm_flags
+from jaxllm.vllm_compat import values as vllm_values
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"

@@ -1,9 +1,9 @@
 """Options and models that data-parallel ranks exclude."""
 
 from jaxllm.config import EngineConfig
-from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError
 from jaxllm.model_config import ModelConfig
+from jaxllm.options.eplb import EplbConfig
 
 
 def check_ranks(config: EngineConfig, model: ModelConfig) -> None:

@@ -13,11 +13,11 @@ from jaxllm.engine.preparations import Preparation
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.fault_place import Place
 from jaxllm.kernel_policy import KernelPolicy
-from jaxllm.kv_connectors import KVTransferConfig
-from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.kv_transfer import KVTransfer
+from jaxllm.options.kv_events import KVEventsConfig
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

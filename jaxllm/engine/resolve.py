@@ -16,16 +16,15 @@ from jaxllm.engine.failures import explain
 from jaxllm.engine.kernel_choice import attention_implementation, wants_tiles
 from jaxllm.engine.parallel_backends import check_backend
 from jaxllm.engine.step_sizes import with_prefill_limit
-from jaxllm.eplb_options import EplbConfig
 from jaxllm.errors import ConfigError, OutOfMemoryError
-from jaxllm.hosts_options import has_stages_on_hosts
 from jaxllm.kernel_policy import platform_policy
-from jaxllm.kv_connectors import KVTransferConfig
-from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import Layer, MoE
 from jaxllm.models.load_config import load_model_config
+from jaxllm.options.eplb import EplbConfig
+from jaxllm.options.hosts import has_stages_on_hosts
+from jaxllm.options.kv_events import KVEventsConfig
 from jaxllm.parallel.mesh import meshes_of
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.memory import (
@@ -33,6 +32,7 @@ from jaxllm.runner.memory import (
     whole_cache,
 )
 from jaxllm.runner.shared_layers import shares_layers
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig
 
 _STATES_FRACTION = 0.25
 """Largest fraction of the device's memory for states by row with the default of max_num_seqs."""

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from jaxllm.config import EngineConfig
-from jaxllm.eplb_options import EplbConfig
 from jaxllm.expert_load.layout import Layout
 from jaxllm.expert_load.reader import LoadReader, Ops
 from jaxllm.expert_load.rebalancer import Rebalancer
 from jaxllm.model_config import ModelConfig
+from jaxllm.options.eplb import EplbConfig
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxllm.device_ops import MoveExperts
-from jaxllm.eplb_options import EplbConfig
 from jaxllm.expert_load.balancer import device_loads, place, plan_moves, table_of
 from jaxllm.expert_load.layout import Layout, balance_of
 from jaxllm.log import logger
+from jaxllm.options.eplb import EplbConfig
 
 
 class Moves(Protocol):

@@ -14,7 +14,7 @@ from jaxllm.hosts import results
 from jaxllm.hosts.leader import Leader
 from jaxllm.hosts.sent_tokens import SentTokens
 from jaxllm.hosts.wire import PIECE_BYTES, Dispatch, DispatchRanks, Do, Piece, Sample
-from jaxllm.hosts_options import has_ranks_on_hosts, has_stages_on_hosts
+from jaxllm.options.hosts import has_ranks_on_hosts, has_stages_on_hosts
 from jaxllm.ranks_plan import RanksPlan
 from jaxllm.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from jaxllm.worker_thread import WorkerThread

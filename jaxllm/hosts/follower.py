@@ -38,8 +38,8 @@ from jaxllm.hosts.wire import (
     Sample,
     SampledTokens,
 )
-from jaxllm.hosts_options import has_ranks_on_hosts
 from jaxllm.log import logger
+from jaxllm.options.hosts import has_ranks_on_hosts
 from jaxllm.ranks_plan import RanksPlan
 from jaxllm.scheduler_output import SchedulerOutput
 

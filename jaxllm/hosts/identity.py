@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.versions import versions
-from jaxllm.hosts_options import OF_ONE_HOST
 from jaxllm.hub import CONFIG_FILES
-from jaxllm.quantization_options import QUANTIZATION_FILES
+from jaxllm.options.hosts import OF_ONE_HOST
+from jaxllm.options.quantization import QUANTIZATION_FILES
 
 
 def identity(config: EngineConfig, model_dir: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from jaxllm.device_ops import AnyDeviceOp
 from jaxllm.engine.messages import Fault
 from jaxllm.framing import Accepted, Beat
 from jaxllm.framing import Message as _Message
-from jaxllm.hosts_options import MAX_PLAN_BYTES
+from jaxllm.options.hosts import MAX_PLAN_BYTES
 from jaxllm.scheduler_output import SchedulerOutput
 
 MAX_MESSAGE_BYTES = MAX_PLAN_BYTES

@@ -8,10 +8,10 @@ from jaxllm.config import EngineConfig
 from jaxllm.kv_events.messages import BatchEncoder, Group
 from jaxllm.kv_events.publisher import Publisher
 from jaxllm.kv_events.recorder import Recorder
-from jaxllm.kv_events_options import KVEventsConfig
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import LatentAttention
+from jaxllm.options.kv_events import KVEventsConfig
 from jaxllm.scheduler.cache_tier import CacheTier
 from jaxllm.scheduler_stats import SchedulerStats
 

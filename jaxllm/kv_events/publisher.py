@@ -11,8 +11,8 @@ import zmq
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv_events.messages import Batch
-from jaxllm.kv_events_options import KVEventsConfig, endpoint_of_rank, listens_at
 from jaxllm.log import logger, warn_once
+from jaxllm.options.kv_events import KVEventsConfig, endpoint_of_rank, listens_at
 
 END = (-1).to_bytes(8, "big", signed=True)
 """Number of the message that ends an answer."""

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.device_ops import GatherBlocks
-from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers import fingerprint
 from jaxllm.kv_tiers.contents import PROTECTED_SHARES
 from jaxllm.kv_tiers.host_tier import STEPS_AHEAD, HostTier
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_transfer import KVTransfer
-from jaxllm.kv_transfer_options import KVTransferOptions
 from jaxllm.log import logger
+from jaxllm.options.kv_transfer import KVTransferOptions
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig
 
 if TYPE_CHECKING:
     from jaxllm.kv_tiers.peers.remote_prefills import RemotePrefills

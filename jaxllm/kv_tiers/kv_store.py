@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jaxllm.kv_connectors import KVTransferConfig
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxllm.loaders.checkpoint import TensorEntry
 from jaxllm.lora.names import Experts, LoraName, TargetNames, is_covered, module_of, name_in_config, parse
 from jaxllm.lora.peft import CONFIG, MERGE, PeftConfig
 from jaxllm.lora.shapes import EXPERT_PARAMETERS, ExpertPart, TargetShape
-from jaxllm.lora_options import RANKS
+from jaxllm.options.lora import RANKS
 
 _DTYPES = ("F32", "F16", "BF16")
 _SHOWN = 3

@@ -16,9 +16,9 @@ from jaxllm.models.classifier import with_classifier
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.registry import Read, find
 from jaxllm.models.text_part import without_rope_sections
+from jaxllm.options.quantization import QUANTIZATION_FILES, WIDENED
 from jaxllm.pooling_config import bidirectional_faults, is_embedding_checkpoint, load_pooling_config
 from jaxllm.quantization.formats import read_formats
-from jaxllm.quantization_options import QUANTIZATION_FILES, WIDENED
 from jaxllm.served_model import GGUF_TYPE, read_token_ids
 from jaxllm.weight_format import Options
 

@@ -5,7 +5,7 @@ import os
 from jaxllm import gpus
 from jaxllm.config import EngineConfig, ParallelOptions
 from jaxllm.errors import ConfigError
-from jaxllm.kv_transfer_options import LOOPBACK, PORT
+from jaxllm.options.kv_transfer import LOOPBACK, PORT
 from jaxllm.parallel.topology import Topology
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -13,8 +13,8 @@ from jaxllm.engine.client import EngineClient
 from jaxllm.engine.messages import Outputs, Refused
 from jaxllm.errors import EngineDeadError, EngineError, JaxLLMError, ReplicaLostError
 from jaxllm.kv_transfer import read_kv_transfer
-from jaxllm.kv_transfer_options import LOOPBACK, PORT
 from jaxllm.log import logger
+from jaxllm.options.kv_transfer import LOOPBACK, PORT
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.replicas.core import Replicas
 from jaxllm.replicas.first_legs import FirstLeg, FirstLegs

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 from jaxllm import env
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv_connectors import with_connector_options
-from jaxllm.kv_transfer_options import LOOPBACK, PORT, token, without_policies
+from jaxllm.options.kv_transfer import LOOPBACK, PORT, token, without_policies
 from jaxllm.replicas.devices import of_one_host
+from jaxllm.vllm_compat.kv_connectors import with_connector_options
 
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), "prefill and decode say how many engines there are; leave data_parallel_size out"),

@@ -4,9 +4,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from jaxllm.config import CacheOptions
-from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.request import Request
 from jaxllm.scheduler.block import KVCacheBlock
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig
 
 
 class StoreFilter:

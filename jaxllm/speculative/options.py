@@ -13,7 +13,7 @@ from jaxllm.config import EngineConfig, nearest, type_matches, unknown_name
 from jaxllm.errors import ConfigError, ModelLoadError
 from jaxllm.flag_arguments import noun, without_none
 from jaxllm.log import info_once
-from jaxllm.quantization_options import Quantization
+from jaxllm.options.quantization import Quantization
 from jaxllm.speculative.refused import METHODS_ELSEWHERE, NO_EFFECT, REFUSED, REJECTION_METHODS_ELSEWHERE
 from jaxllm.text.model_files import read_json, text_files
 

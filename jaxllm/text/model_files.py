@@ -6,8 +6,8 @@ from typing import Any
 from jaxllm import files
 from jaxllm.errors import ModelLoadError
 from jaxllm.hub import resolve_model
+from jaxllm.options.quantization import QUANTIZATION_FILES
 from jaxllm.pooling_config import FILES
-from jaxllm.quantization_options import QUANTIZATION_FILES
 
 PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -7,9 +7,9 @@ from typing import Any
 from jaxllm.config import EngineConfig, ParallelOptions
 from jaxllm.encoder_sizes import EncoderSizes
 from jaxllm.errors import ConfigError
-from jaxllm.hosts_options import MAX_PLAN_BYTES
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts.vision import Vision
+from jaxllm.options.hosts import MAX_PLAN_BYTES
 from jaxllm.scheduler.encoder_cache import EncoderCache
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxllm.device_ops import MoveExperts
-from jaxllm.eplb_options import EplbConfig
 from jaxllm.expert_load.layout import Layout
 from jaxllm.expert_load.rebalancer import Rebalancer
 from jaxllm.log import logger
+from jaxllm.options.eplb import EplbConfig
 
 
 class Engine:

@@ -10,7 +10,6 @@ import pytest
 from jaxllm.device_ops import MoveExperts
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.stage_plans import weight_bytes
-from jaxllm.eplb_options import EplbConfig, tell_unused_keys
 from jaxllm.errors import ConfigError
 from jaxllm.expert_load.balancer import plan_moves, table_of
 from jaxllm.layers.build import build_model
@@ -18,6 +17,7 @@ from jaxllm.layers.parameters import axes_of, parameters
 from jaxllm.loaders.load import load_checkpoint
 from jaxllm.model_parts import MoE
 from jaxllm.models.load_config import load_model_config
+from jaxllm.options.eplb import EplbConfig, tell_unused_keys
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.runner.features.expert_slots import ExpertSlots
 from tests.expert_load.engines_that_count import check, check_greedy, new_core, run

@@ -27,8 +27,8 @@ from jaxllm.hosts.connection import Connection
 from jaxllm.hosts.executor import message_of
 from jaxllm.hosts.follower import Member
 from jaxllm.hosts.leader import Leader
+from jaxllm.options.quantization import QUANTIZATION_FILES
 from jaxllm.parallel import across_hosts
-from jaxllm.quantization_options import QUANTIZATION_FILES
 from jaxllm.ranks_plan import RanksPlan
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler_output import NewRequestData, RowStep, SchedulerOutput

@@ -7,7 +7,7 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.engine import features
 from jaxllm.errors import ConfigError
-from jaxllm.kv_events_options import KVEventsConfig, endpoint_of_rank
+from jaxllm.options.kv_events import KVEventsConfig, endpoint_of_rank
 
 ON = {"enable_kv_cache_events": True}
 

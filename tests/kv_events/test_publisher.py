@@ -12,7 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv_events import publisher as module
 from jaxllm.kv_events.messages import Batch
 from jaxllm.kv_events.publisher import Publisher
-from jaxllm.kv_events_options import KVEventsConfig
+from jaxllm.options.kv_events import KVEventsConfig
 from tests.helpers.waiting import wait_until
 
 ANY = "tcp://127.0.0.1:*"

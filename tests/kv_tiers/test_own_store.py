@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers import pace
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
 from jaxllm.kv_tiers.own import load_class, own_store
 from jaxllm.kv_tiers.own.own_store import MAX_FAILURES, OwnStore
 from jaxllm.kv_tiers.slot_store import Transfer
 from jaxllm.scheduler_stats import STORE_CALLS
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig
 from tests.helpers.fake_engine_core import fake_stats
 from tests.helpers.waiting import wait_until
 

@@ -18,7 +18,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.request import EngineCoreRequest, FinishReason
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.vllm_flags import as_options
+from jaxllm.vllm_compat.flags import as_options
 from tests.helpers.fake_engine_core import WIDTH, FakeEngineCore
 from tests.helpers.scripted_core import fake_core
 

@@ -9,10 +9,10 @@ import pytest
 
 from jaxllm.errors import ModelLoadError
 from jaxllm.models.load_config import load_model_config, read_config_json
+from jaxllm.options.quantization import QUANTIZATION_FILES
 from jaxllm.quantization.formats.awq import Awq
 from jaxllm.quantization.formats.compressed_tensors import CompressedTensors
 from jaxllm.quantization.formats.gptq import Gptq
-from jaxllm.quantization_options import QUANTIZATION_FILES
 from jaxllm.text.model_files import text_files
 from jaxllm.weight_format import Options
 from tests.helpers import packed_goldens, stand_in_hub

@@ -2,9 +2,9 @@
 
 import pytest
 
+from jaxllm.options.quantization import FORMATS, ONLINE, STORED
 from jaxllm.quantization.formats import kinds, read_formats
-from jaxllm.quantization_options import FORMATS, ONLINE, STORED
-from jaxllm.vllm_values import VALUES
+from jaxllm.vllm_compat.values import VALUES
 from jaxllm.weight_format import Options
 
 

@@ -10,7 +10,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.request_processor import load_texts
 from jaxllm.text.built_in_templates import built_in_template
 from jaxllm.text.chat_template import ChatTemplateError, load_chat_template, render_chat
-from jaxllm.vllm_flags import translated
+from jaxllm.vllm_compat.flags import translated
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 TOKENIZER = SimpleNamespace(chat_templates={}, special_tokens_map={})

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.kv_store import KVStore
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig
 
 if TYPE_CHECKING:
     from jaxllm.kv_tiers.own.own_store import OwnStore

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError, OutOfMemoryError
-from jaxllm.kv_connectors import KVTransferConfig
 from jaxllm.kv_tiers.fingerprint import digest
 from jaxllm.kv_tiers.kv_store import KVStore, StoreContext
 from jaxllm.kv_tiers.own.calls import DIGEST_BYTES, ContentCall, OtherCall, Read, Write
@@ -23,6 +22,7 @@ from jaxllm.kv_tiers.workers import Workers, pair
 from jaxllm.log import logger, warn_once
 from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler_stats import STORE_CALLS, SchedulerStats
+from jaxllm.vllm_compat.kv_connectors import KVTransferConfig
 
 MAX_FAILURES = 8
 """After so many in a row the store is left alone for a while."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import JaxLLMError
-from jaxllm.kv_transfer_options import network
+from jaxllm.options.kv_transfer import network
 
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 """The peers of an engine without the option."""

@@ -18,8 +18,8 @@ from jaxllm.kv_tiers.peers.remote_prefills import RemotePrefills
 from jaxllm.kv_tiers.peers.server import Server
 from jaxllm.kv_tiers.slot_store import SlotStore
 from jaxllm.kv_transfer import KVTransfer
-from jaxllm.kv_transfer_options import token
 from jaxllm.log import logger
+from jaxllm.options.kv_transfer import token
 
 
 class Role:

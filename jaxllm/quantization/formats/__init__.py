@@ -1,10 +1,10 @@
-"""The formats of weights: a file with a subclass of `WeightFormat` for each. `jaxllm/quantization_options.py` registers them."""
+"""The formats of weights: a file with a subclass of `WeightFormat` for each. `jaxllm/options/quantization.py` registers them."""
 
 import functools
 import importlib
 from typing import Any
 
-from jaxllm.quantization_options import FORMATS
+from jaxllm.options.quantization import FORMATS
 from jaxllm.weight_format import Options, WeightFormat
 
 

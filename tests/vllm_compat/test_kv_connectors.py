@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from jaxllm import kv_connectors
 from jaxllm.cli.main import command_parser
 from jaxllm.config import EngineConfig, KVTransferConfig
 from jaxllm.errors import ConfigError
-from jaxllm.host_tier_options import HostTierOptions
-from jaxllm.kv_connectors import CONNECTORS, tell_unused_connector_keys
+from jaxllm.options.host_tier import HostTierOptions
+from jaxllm.vllm_compat import kv_connectors
+from jaxllm.vllm_compat.kv_connectors import CONNECTORS, tell_unused_connector_keys
 
 GIB = 1 << 30
 

@@ -7,17 +7,17 @@ from typing import Any, Literal
 
 import pytest
 
-from jaxllm import vllm_flags
 from jaxllm.cli.flags import all_flags
 from jaxllm.config import type_matches
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import spelling, without_none
-from jaxllm.vllm_flags import OLDER, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, as_options, translated
-from jaxllm.vllm_values import QUANTIZATIONS, VALUES, as_here
+from jaxllm.vllm_compat import flags as vllm_flags
+from jaxllm.vllm_compat.flags import OLDER, SHORT_NAMES, TABLE, TAKEN, TAKEN_BY_SERVER, as_options, translated
+from jaxllm.vllm_compat.values import QUANTIZATIONS, VALUES, as_here
 
 NAMES = {
     name
-    for line in (Path(__file__).parent / "vllm_flags_0_33.txt").read_text(encoding="utf-8").splitlines()
+    for line in (Path(__file__).parent / "flags_0_33.txt").read_text(encoding="utf-8").splitlines()
     if not line.startswith("#")
     for name in line.split()
 }
@@ -42,7 +42,7 @@ def test_taken_flags_are_options_of_ours_and_the_others_are_not() -> None:
 
 def test_what_texts_recommend_exists() -> None:
     options = {spelling(name) for name in OURS | set(TABLE)}
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     values = [(f"{name} {value}", entry.text) for name, entries in VALUES.items() for value, entry in entries.items()]
     for name, text in [*((flag.name, flag.text) for flag in TABLE.values()), *values]:
         assert set(re.findall(r"--[a-z][a-z-]*[a-z]", text)) <= options, name

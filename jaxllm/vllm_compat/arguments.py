@@ -1,4 +1,4 @@
-"""vLLM's flags as arguments of argparse: accepted or refused with a reason, as `jaxllm.vllm_flags` defines."""
+"""vLLM's flags as arguments of argparse: accepted or refused with a reason, as `jaxllm.vllm_compat.flags` defines."""
 
 import argparse
 import json
@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import merge, opposites, spelling
-from jaxllm.vllm_flags import BENCH_TABLE, SECRETS, SHORT_NAMES, TABLE, VllmFlag, add_translated, translated
-from jaxllm.vllm_values import QUANTIZATIONS, VALUES, told_about
+from jaxllm.vllm_compat.flags import BENCH_TABLE, SECRETS, SHORT_NAMES, TABLE, VllmFlag, add_translated, translated
+from jaxllm.vllm_compat.values import QUANTIZATIONS, VALUES, told_about
 
 DEST = "vllm_flags"
 _ALL = {**TABLE, **BENCH_TABLE}

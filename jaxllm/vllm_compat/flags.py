@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.log import info_once, warn_once
-from jaxllm.vllm_values import as_here, tell
+from jaxllm.vllm_compat.values import as_here, tell
 
 Kind = Literal["switch", "value", "optional", "list", "object"]
 

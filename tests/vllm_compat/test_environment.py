@@ -13,13 +13,13 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import ConfigError
 from jaxllm.flag_arguments import spelling
-from jaxllm.vllm_environment import OLDER, TABLE, report, with_engine_variables
-from jaxllm.vllm_flags import TABLE as FLAGS
+from jaxllm.vllm_compat.environment import OLDER, TABLE, report, with_engine_variables
+from jaxllm.vllm_compat.flags import TABLE as FLAGS
 from server.options import ServerOptions, server_flags
 
 NAMES = {
     name
-    for line in (Path(__file__).parent / "vllm_environment_0_33.txt").read_text(encoding="utf-8").splitlines()
+    for line in (Path(__file__).parent / "environment_0_33.txt").read_text(encoding="utf-8").splitlines()
     if not line.startswith("#")
     for name in line.split()
 }
@@ -33,7 +33,7 @@ def test_every_variable_of_vllm_is_in_the_table() -> None:
 
 def test_what_texts_recommend_exists() -> None:
     options = {spelling(name) for name in {*all_flags(), *FLAGS}}
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     for variable in TABLE.values():
         assert set(re.findall(r"--[a-z][a-z-]*[a-z]", variable.text)) <= options, variable.name
         assert all((root / page).is_file() for page in re.findall(r"docs/\w+\.md", variable.text)), variable.name

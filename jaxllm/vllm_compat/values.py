@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.log import info_once
-from jaxllm.quantization_options import ONLINE, STORED
+from jaxllm.options.quantization import ONLINE, STORED
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.vllm_flags import as_options
+from jaxllm.vllm_compat.flags import as_options
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.host_tier_options import NO_EFFECT, OWN_STORE, HostTierOptions
 from jaxllm.log import info_once
+from jaxllm.options.host_tier import NO_EFFECT, OWN_STORE, HostTierOptions
 
 NAME = "kv_transfer_config"
 SIZE = "kv_offloading_size"

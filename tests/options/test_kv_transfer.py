@@ -7,7 +7,7 @@ import pytest
 from jaxllm import env
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv_transfer_options import check_policies, network
+from jaxllm.options.kv_transfer import check_policies, network
 
 PREFILL = {"kv_role": "prefill", "kv_offloading_size": 1.0}
 DECODE = {"kv_role": "decode", "kv_offloading_size": 1.0}
