@@ -54,9 +54,7 @@ def set_up_log(arguments: argparse.Namespace) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def engine_options(
-    arguments: argparse.Namespace, complete: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-) -> dict[str, Any]:
+def engine_options(arguments: argparse.Namespace, complete: Callable[..., dict[str, Any]] = dict) -> dict[str, Any]:
     """The engine options set by command line, environment and file, completed and validated."""
     options = complete(chosen(resolve(engine_flags(), vars(arguments), arguments.config)))
     EngineConfig.from_options(**options)

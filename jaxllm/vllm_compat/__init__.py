@@ -1,1 +1,1 @@
-"""What vLLM's users bring: its flags, values, environment and connectors, each taken, ignored with a word, or refused with the reason."""
+"""vLLM's flags, values, environment variables and connectors: each is taken, ignored with a note, or refused with the reason."""
