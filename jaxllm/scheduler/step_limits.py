@@ -50,12 +50,13 @@ class StepLimits:
             self.max_num_batched_tokens = max(self.min_chunk, usual // divisor)
             self.max_num_prefill_tokens = max(self.min_chunk, largest // divisor)
 
-    def beside_decodes(self, num_running: int, num_left: int) -> int:
-        """Most tokens of a step in which requests decode, if so many run and prompts have so many tokens left. With few left it is smaller
-        than usual: the first of them need not wait for all, and decodes wait less. With many left, large steps compute them sooner."""
+    def beside_decodes(self, num_decoded: int, num_left: int) -> int:
+        """Most tokens of a step in which requests decode, at most so many tokens with drafts, and prompts have so many left. With few left
+        it is smaller than usual: the first of them need not wait for all, and decodes wait less. With many left, large steps compute them
+        sooner."""
         usual = self.max_num_batched_tokens
         fewer = max(usual // _PART_BESIDE_DECODES, _LEAST_BESIDE_DECODES, 2 * self.min_chunk)
-        is_enough = num_left <= _STEPS_BESIDE_DECODES * fewer and num_running * _PART_OF_DECODES <= fewer
+        is_enough = num_left <= _STEPS_BESIDE_DECODES * fewer and num_decoded * _PART_OF_DECODES <= fewer
         return min(usual, fewer) if is_enough and self._options.enable_chunked_prefill else usual
 
     def chunk(self, num_unfinished: int) -> int:
