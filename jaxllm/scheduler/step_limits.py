@@ -1,11 +1,13 @@
 """How many requests and tokens a step may have."""
 
+from collections.abc import Sequence
+
 from jaxllm.config import SchedulerOptions
 
 _LEAST_BESIDE_DECODES = 1024
 """An 8B model on an H200 computes so many tokens a step about as fast as more."""
 _PART_BESIDE_DECODES = 3
-"""Part of the usual tokens that a step with decodes has, if that is more."""
+"""Part of the usual tokens that a step with decodes has, if that is more; it has as many as it is padded to."""
 _STEPS_BESIDE_DECODES = 4
 """With more such steps left, they are as large as usual."""
 _PART_OF_DECODES = 4
@@ -15,9 +17,11 @@ _PART_OF_DECODES = 4
 class StepLimits:
     """The step sizes of the options, lowered after failures and while programs of larger steps are missing."""
 
-    def __init__(self, options: SchedulerOptions, *, min_chunk: int):
-        """min_chunk: tokens of one request that every step must be able to compute."""
+    def __init__(self, options: SchedulerOptions, *, min_chunk: int, token_sizes: Sequence[int] = ()):
+        """min_chunk: tokens of one request that every step must be able to compute. token_sizes: sorted numbers of tokens that steps are
+        padded to."""
         self.min_chunk = min_chunk
+        self.token_sizes = token_sizes
         self._options = options
         self._divisor = 1
         self._most_tokens: int | None = None
@@ -56,6 +60,7 @@ class StepLimits:
         sooner."""
         usual = self.max_num_batched_tokens
         fewer = max(usual // _PART_BESIDE_DECODES, _LEAST_BESIDE_DECODES, 2 * self.min_chunk)
+        fewer = next((size for size in self.token_sizes if size >= fewer), fewer)
         is_enough = num_left <= _STEPS_BESIDE_DECODES * fewer and num_decoded * _PART_OF_DECODES <= fewer
         return min(usual, fewer) if is_enough and self._options.enable_chunked_prefill else usual
 

@@ -12,6 +12,7 @@ from jaxllm.request import EngineCoreRequest, Request, RequestStatus
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput
+from tests.helpers import engines
 from tests.helpers.fake_tier import FakeTier
 from tests.helpers.scheduling import make_request, make_scheduler
 from tests.scheduler.test_drafts import AllDrafts
@@ -185,6 +186,12 @@ def test_a_request_that_comes_while_a_prompt_is_computed_takes_part_in_the_next_
     loop.step()
     assert ("d" in runner.plans[num_before]) is joins
     assert runner.idle == 0.0
+
+
+def test_the_scheduler_knows_to_which_sizes_steps_are_padded():
+    core = engines.make_core("llama_gqa", warmup="lazy", token_buckets=(16, 48), max_num_batched_tokens=64, load_format="dummy")
+    assert core.scheduler.limits.token_sizes == core.runner.buckets.tokens == (16, 48, 64)
+    core.shutdown()
 
 
 def test_no_step_is_awaited_whose_tokens_are_drafts(monkeypatch):
