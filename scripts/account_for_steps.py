@@ -58,7 +58,13 @@ def planned_steps(lengths: list[tuple[int, int]], max_running: int, step_tokens:
     blocks = sum(-(-(prompt + output) // 16) + 1 for prompt, output in lengths)
     longest = max(prompt + output for prompt, output in lengths)
     options = SchedulerOptions(max_num_seqs=max_running, max_num_batched_tokens=step_tokens)
-    scheduler = Scheduler(options, CacheOptions(enable_prefix_caching=False), num_blocks=blocks + 1, max_model_len=longest + 1)
+    scheduler = Scheduler(
+        options,
+        CacheOptions(enable_prefix_caching=False),
+        num_blocks=blocks + 1,
+        max_model_len=longest + 1,
+        token_sizes=_buckets(max_running, step_tokens).tokens,
+    )
     for number, (prompt, output) in enumerate(lengths):
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         spec = EngineCoreRequest(
@@ -79,8 +85,7 @@ def planned_steps(lengths: list[tuple[int, int]], max_running: int, step_tokens:
 
 def account(steps: list[Step], args: argparse.Namespace) -> dict[str, float]:
     """Seconds of all steps by what takes them."""
-    config = EngineConfig.from_options(max_num_seqs=args.running, max_num_batched_tokens=args.step_tokens)
-    buckets = Buckets.choose(config, GPU)
+    buckets = _buckets(args.running, args.step_tokens)
 
     def products(num_tokens: int) -> float:
         return max(num_tokens * args.gflop / args.product / 1e3, args.weight_gb / args.copy / 1e3)
@@ -94,6 +99,10 @@ def account(steps: list[Step], args: argparse.Namespace) -> dict[str, float]:
         seconds["attention"] += context * args.context_bytes / args.attention / 1e12
         seconds["others"] += padded * args.others
     return seconds
+
+
+def _buckets(max_running: int, step_tokens: int) -> Buckets:
+    return Buckets.choose(EngineConfig.from_options(max_num_seqs=max_running, max_num_batched_tokens=step_tokens), GPU)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,9 @@ rounded again; converted checkpoints (orbax) are refused. Drafts that have no he
 
 Weights that are widened inside products stay in memory with their scales and zero points; sums are float32. Activations
 keep the model's type, also where the checkpoint was made for activations in 4 or 8 bits: that is more exact. A head, an
-embedding and what latents are multiplied with become the model's type while they are read, and with `--dequantize` all
-these weights do, gpt-oss's experts too. Devices that cut a group have a scale for each piece.
+embedding and what latents are multiplied with become the model's type while they are read, but for heads of GGUF files
+on a CPU, and with `--dequantize` all these weights do, gpt-oss's experts too. Devices that cut a group have a scale for
+each piece.
 
 On Hopper GPUs with JAX 0.11 or later, kernels multiply weights of linear layers, experts and heads in int4, int8, fp8
 (by block, and weight-only), NVFP4, MXFP4, MXFP8 and nf4 in engines in bfloat16: by default on kinds of GPU on which
@@ -222,8 +223,9 @@ def _formats() -> str:
         f"**GGUF.** Architectures: {gguf}. Number formats: {', '.join(READABLE)}. "
         f"With `--no-dequantize` matrices of layers in {', '.join(BLOCKS)} stay in 4 bits, "
         "or in 8 if they have 5 or more, and are widened inside products; scales and minimums of types with K become float32. Query, key "
-        "and value, or gate and up, of different types get 8 bits, or the model's type if one of them has no such type. Everything "
-        "else is widened to the model's type while it loads, and without that option everything is. A "
+        "and value, or gate and up, of different types get 8 bits, or the model's type if one of them has no such type. On a CPU "
+        "the head stays as it is too, or the embedding that it is tied to. Everything else is widened to the model's type while it loads, "
+        "and without that option everything is. A "
         f"model in several files is named by its first. Kinds of tokenizers: {', '.join(KINDS)}; a file with another needs `--tokenizer`."
     )
     return "\n".join(

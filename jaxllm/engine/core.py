@@ -48,6 +48,7 @@ from jaxllm.outputs import EngineCoreOutput
 from jaxllm.parallel.topology import Topology
 from jaxllm.progress import Progress
 from jaxllm.request import EngineCoreRequest, ErrorKind, FinishReason, Request, RequestStatus
+from jaxllm.runner.buckets import Buckets
 from jaxllm.sampling.processors import Processor, check_processors, load_processors, read_arguments
 from jaxllm.scheduler.admission import AdmissionRoom
 from jaxllm.scheduler.cache_observer import CacheObserver
@@ -184,6 +185,7 @@ class EngineCore:
             block_size=plan.block_size,
             tiers=self._tiers,
             num_state_blocks=plan.cache.state_blocks if self.config.cache.enable_prefix_caching else 0,
+            token_sizes=Buckets.choose(self.config, prepared.policy).tokens,
         )
 
         def new_observer() -> CacheObserver | None:

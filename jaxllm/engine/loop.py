@@ -216,4 +216,5 @@ class StepLoop:
 
 def _computes_prompts(plan: SchedulerOutput) -> bool:
     """Whether a step computes many tokens of prompts."""
-    return plan.num_tokens - len(plan.rows) >= LARGE_STEP_TOKENS
+    num_others = plan.num_tokens - len(plan.rows)
+    return num_others >= LARGE_STEP_TOKENS and num_others - sum(row.num_drafts for row in plan.rows) >= LARGE_STEP_TOKENS

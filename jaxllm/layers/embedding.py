@@ -47,16 +47,18 @@ class Embedding(nnx.Module):
 
         Of several devices, this one's part of the sum: zeros for ids whose rows are elsewhere.
         """
-        if isinstance(self.weight, PackedWeight):
-            assert shards.size == 1, "devices split no embedding that is packed"
-            return self.weight.rows(token_ids_T).astype(self.dtype)
-        weight_VD: Array = self.weight[...]
         if shards.size == 1:
-            return weight_VD.at[token_ids_T].get(mode="clip").astype(self.dtype)
-        ids_T = token_ids_T - shards.index * weight_VD.shape[0]
-        is_here_T = (ids_T >= 0) & (ids_T < weight_VD.shape[0])
-        rows_TD = weight_VD.at[ids_T].get(mode="clip").astype(self.dtype)
-        return jnp.where(is_here_T[:, None], rows_TD, 0)
+            return self._rows(token_ids_T)
+        num_rows = self.shape[0] // shards.size
+        ids_T = token_ids_T - shards.index * num_rows
+        is_here_T = (ids_T >= 0) & (ids_T < num_rows)
+        return jnp.where(is_here_T[:, None], self._rows(ids_T), 0)
+
+    def _rows(self, index_T: Array) -> Array:
+        """This device's rows at these places, or the nearest that it has."""
+        if isinstance(self.weight, PackedWeight):
+            return self.weight.rows(index_T).astype(self.dtype)
+        return self.weight[...].at[index_T].get(mode="clip").astype(self.dtype)
 
     def logits(
         self,

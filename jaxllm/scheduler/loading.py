@@ -238,14 +238,14 @@ class Loading:
     def _go_on(self, load: Load, num_spare: int) -> None:
         """Take the next blocks of a load, at most `num_spare` free ones: those that the pool has by now, and those that a tier loads."""
         pool, most = self._manager.pool, self._load_blocks - len(self._arriving)
-        if self._awaits_stores and not self._others_run:
-            if not any(tier.can_store for tier in self._tiers):
-                return  # nothing has changed
-            most = min(most, self._store_blocks)  # no more will be stored: to look for them takes time
         load.is_awaiting = bool(self._awaited(load.left[:1]))
         if not load.left or load.is_awaiting or min(most, num_spare) <= 0:
             load.deadline = self._seconds + self._patience_seconds
             return
+        if self._awaits_stores and not self._others_run:
+            if not any(tier.can_store for tier in self._tiers):
+                return  # nothing has changed
+            most = min(most, self._store_blocks)  # no more will be stored: to look for them takes time
         awaited = self._awaited(load.left)
         wanted: list[bytes] = []
         position = 0

@@ -45,12 +45,13 @@ class ScheduledRequests:
         tiers: Sequence[CacheTier] = (),
         observer: CacheObserver | None = None,
         num_state_blocks: int = 0,
+        token_sizes: Sequence[int] = (),
     ):
         """policies: one for each group of layers with separate block tables. drafts: how many each request gets; None: none.
         rooms: needs of a request other than blocks. num_stages: so many steps in a row are of different requests, because
         the first stage of a pipeline would wait for a token that the last one has yet to draw. block_size: tokens of a block over
         all devices that split it; None: the option's. tiers: where blocks are kept outside the pool. observer: is told what the
-        pool has. num_state_blocks: see KVCacheManager; 0: no states by row are kept."""
+        pool has. num_state_blocks: see KVCacheManager; 0: no states by row are kept. token_sizes: see StepLimits."""
         block_size = block_size or cache.block_size
         check_options(options, max_model_len)
         self.options = options
@@ -65,7 +66,8 @@ class ScheduledRequests:
         self.chunk_rooms = tuple(room for room in rooms if isinstance(room, ChunkRoom))
         if any(room.item_kinds for room in self.chunk_rooms) and not options.enable_chunked_prefill:
             raise ConfigError("enable_chunked_prefill is off, but prompts with items are computed in chunks; leave it on")
-        self.limits = StepLimits(options, min_chunk=max((room.min_chunk for room in self.chunk_rooms), default=1))
+        min_chunk = max((room.min_chunk for room in self.chunk_rooms), default=1)
+        self.limits = StepLimits(options, min_chunk=min_chunk, token_sizes=token_sizes)
         self._new_cache_manager = partial(
             KVCacheManager,
             cache,

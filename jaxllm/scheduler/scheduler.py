@@ -79,13 +79,13 @@ class Scheduler(ScheduledRequests):
                 num_watermark = self._num_watermark_blocks if self.running else 0
                 loading.go_on(self._num_promised(shares) + num_watermark, others_run=bool(self.running))
             if budget > 0:
-                new_requests = self._schedule_waiting(shares, cap, budget)
+                new_requests = self._schedule_waiting(shares, cap, budget, most_drafts)
         self._num_left_waiting = len(self.waiting)
         return self._commit(shares, new_requests, most_drafts)
 
     def _schedule_running(self, cap: int, most_drafts: int, *, masked_wait: bool) -> tuple[list[Share], int]:
         """Returns the shares of the running requests, none above `cap` tokens or `most_drafts` drafts, and the rest of the token budget."""
-        budget = self._most_tokens()
+        budget = self._most_tokens(most_drafts)
         allocate_slots, running, chunk_rooms = self.cache_manager.allocate_slots, self.running, self.chunk_rooms
         loading = self.cache_manager.loading
         run_ahead, latest_step = self.options.async_scheduling, self._in_flight.latest_id + 1 - self.num_stages
@@ -107,7 +107,7 @@ class Scheduler(ScheduledRequests):
                 num_wanted = num_known - request.num_computed_tokens
                 if num_wanted > 1:
                     if not shares:
-                        budget = self._most_tokens(min(num_wanted, cap))
+                        budget = self._most_tokens(most_drafts, min(num_wanted, cap))
                     num_tokens = min(num_wanted, cap, budget)
                 elif num_decodes == most_decodes:
                     continue  # the next steps need requests too
@@ -144,13 +144,13 @@ class Scheduler(ScheduledRequests):
             raise PlanError(request.request_id) from error
         return shares, budget
 
-    def _most_tokens(self, num_wanted: int = 0) -> int:
+    def _most_tokens(self, most_drafts: int, num_wanted: int = 0) -> int:
         """Most tokens of a step whose first request is to compute so many: more for a long prompt if no request decodes, fewer with
         decodes if prompts have few left."""
         usual = self.limits.max_num_batched_tokens
         if num_left := self._num_left():
             if self.decodes:
-                return self.limits.beside_decodes(len(self.running), num_left)
+                return self.limits.beside_decodes(len(self.running) * (1 + most_drafts), num_left)
             if num_wanted > usual:
                 return self.limits.max_num_prefill_tokens
         return usual
@@ -194,7 +194,7 @@ class Scheduler(ScheduledRequests):
             assert isinstance(self.waiting, FairQueue)
             self.waiting.give_way(victim)
 
-    def _schedule_waiting(self, shares: list[Share], cap: int, budget: int) -> list[NewRequestData]:
+    def _schedule_waiting(self, shares: list[Share], cap: int, budget: int, most_drafts: int) -> list[NewRequestData]:
         """Admit waiting requests in order, up to the first that others may not overtake. Appends their shares to `shares`."""
         manager, whole = self.cache_manager, self.options.scheduler_reserve_full_isl
         loading = manager.loading
@@ -231,7 +231,7 @@ class Scheduler(ScheduledRequests):
                 num_wanted = request.num_tokens - prefix.num_computed_tokens
                 num_tokens = min(num_wanted, cap)
                 if not shares:
-                    budget = self._most_tokens(num_tokens)
+                    budget = self._most_tokens(most_drafts, num_tokens)
                 if num_tokens > budget and not self.options.enable_chunked_prefill:
                     break
                 num_tokens = min(num_tokens, budget)

@@ -1,11 +1,13 @@
 """How many requests and tokens a step may have."""
 
+from collections.abc import Sequence
+
 from jaxllm.config import SchedulerOptions
 
 _LEAST_BESIDE_DECODES = 1024
 """An 8B model on an H200 computes so many tokens a step about as fast as more."""
 _PART_BESIDE_DECODES = 3
-"""Part of the usual tokens that a step with decodes has, if that is more."""
+"""Part of the usual tokens that a step with decodes has, if that is more; it has as many as it is padded to."""
 _STEPS_BESIDE_DECODES = 4
 """With more such steps left, they are as large as usual."""
 _PART_OF_DECODES = 4
@@ -15,9 +17,11 @@ _PART_OF_DECODES = 4
 class StepLimits:
     """The step sizes of the options, lowered after failures and while programs of larger steps are missing."""
 
-    def __init__(self, options: SchedulerOptions, *, min_chunk: int):
-        """min_chunk: tokens of one request that every step must be able to compute."""
+    def __init__(self, options: SchedulerOptions, *, min_chunk: int, token_sizes: Sequence[int] = ()):
+        """min_chunk: tokens of one request that every step must be able to compute. token_sizes: sorted numbers of tokens that steps are
+        padded to."""
         self.min_chunk = min_chunk
+        self.token_sizes = token_sizes
         self._options = options
         self._divisor = 1
         self._most_tokens: int | None = None
@@ -50,12 +54,14 @@ class StepLimits:
             self.max_num_batched_tokens = max(self.min_chunk, usual // divisor)
             self.max_num_prefill_tokens = max(self.min_chunk, largest // divisor)
 
-    def beside_decodes(self, num_running: int, num_left: int) -> int:
-        """Most tokens of a step in which requests decode, if so many run and prompts have so many tokens left. With few left it is smaller
-        than usual: the first of them need not wait for all, and decodes wait less. With many left, large steps compute them sooner."""
+    def beside_decodes(self, num_decoded: int, num_left: int) -> int:
+        """Most tokens of a step in which requests decode, at most so many tokens with drafts, and prompts have so many left. With few left
+        it is smaller than usual: the first of them need not wait for all, and decodes wait less. With many left, large steps compute them
+        sooner."""
         usual = self.max_num_batched_tokens
         fewer = max(usual // _PART_BESIDE_DECODES, _LEAST_BESIDE_DECODES, 2 * self.min_chunk)
-        is_enough = num_left <= _STEPS_BESIDE_DECODES * fewer and num_running * _PART_OF_DECODES <= fewer
+        fewer = next((size for size in self.token_sizes if size >= fewer), fewer)
+        is_enough = num_left <= _STEPS_BESIDE_DECODES * fewer and num_decoded * _PART_OF_DECODES <= fewer
         return min(usual, fewer) if is_enough and self._options.enable_chunked_prefill else usual
 
     def chunk(self, num_unfinished: int) -> int:

@@ -12,8 +12,10 @@ from jaxllm.request import EngineCoreRequest, Request, RequestStatus
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.scheduler_output import ModelRunnerOutput
+from tests.helpers import engines
 from tests.helpers.fake_tier import FakeTier
 from tests.helpers.scheduling import make_request, make_scheduler
+from tests.scheduler.test_drafts import AllDrafts
 
 
 class FakeRunner:
@@ -45,7 +47,7 @@ class FakePending:
         self.runner.wait()
         if self.runner.fails:
             raise RuntimeError("the device failed")
-        return ModelRunnerOutput(self.sampled)
+        return ModelRunnerOutput(self.sampled, num_drafts=dict.fromkeys(self.sampled, 0))
 
 
 def make_loop(max_in_flight, runner=None):
@@ -146,9 +148,9 @@ class TimedRunner(FakeRunner):
         return pending
 
 
-def make_timed_loop(monkeypatch, lead_seconds):
+def make_timed_loop(monkeypatch, lead_seconds, drafts=None):
     config = EngineConfig.from_options(max_num_seqs=9, max_num_batched_tokens=64, enable_prefix_caching=False)
-    scheduler = Scheduler(config.scheduler, config.cache, num_blocks=40, max_model_len=64)
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks=40, max_model_len=64, drafts=drafts)
     return StepLoop(scheduler, TimedRunner(monkeypatch), max_in_flight=2, lead_seconds=lead_seconds)
 
 
@@ -184,6 +186,23 @@ def test_a_request_that_comes_while_a_prompt_is_computed_takes_part_in_the_next_
     loop.step()
     assert ("d" in runner.plans[num_before]) is joins
     assert runner.idle == 0.0
+
+
+def test_the_scheduler_knows_to_which_sizes_steps_are_padded():
+    core = engines.make_core("llama_gqa", warmup="lazy", token_buckets=(16, 48), max_num_batched_tokens=64, load_format="dummy")
+    assert core.scheduler.limits.token_sizes == core.runner.buckets.tokens == (16, 48, 64)
+    core.shutdown()
+
+
+def test_no_step_is_awaited_whose_tokens_are_drafts(monkeypatch):
+    loop = make_timed_loop(monkeypatch, 0.004, AllDrafts(5, share_right=0.0))
+    for name in "abcd":
+        add_prompt(loop, name, num_tokens=2)
+    for _ in range(10):
+        num_before = len(loop.executor.plans)
+        loop.step()
+        assert len(loop.executor.plans) > num_before
+    loop.scheduler.check_integrity()
 
 
 def test_no_step_is_awaited_that_takes_less_time_than_it_did(monkeypatch):

@@ -36,6 +36,7 @@ def make_scheduler(
     observer: CacheObserver | None = None,
     num_state_blocks: int = 0,
     prefix_cache_retention_interval: int = 0,
+    token_sizes: Sequence[int] = (),
     **options: Any,
 ) -> Scheduler:
     """A scheduler without watermark or run-ahead unless asked."""
@@ -65,6 +66,7 @@ def make_scheduler(
         tiers=tiers,
         observer=observer,
         num_state_blocks=num_state_blocks,
+        token_sizes=token_sizes,
     )
 
 

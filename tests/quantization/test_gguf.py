@@ -11,7 +11,7 @@ from jaxllm.gguf_files.blocks import BLOCKS
 from jaxllm.hub import resolve_model
 from jaxllm.layers.build import Widened, build_model
 from jaxllm.layers.linear import Linear, PackedWeight
-from jaxllm.layers.parameters import weights
+from jaxllm.layers.parameters import parameters, weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.gguf import scheme_of_blocks
@@ -133,6 +133,9 @@ def test_lanes(write, kind, vocab_size):
     for prompt in (quantized.PROMPT, quantized.PROMPT * 3):  # few rows, and many
         wanted = goldens.logits(*quantized.load(directory), prompt)
         np.testing.assert_allclose(goldens.logits(config, state, prompt), wanted, atol=1e-4 * np.abs(wanted).max())
+    _, random = quantized.load(directory, dequantize=False, in_lanes=True, load_format="dummy")
+    shapes, wanted = ({path: variable.shape for path, variable in parameters(each)} for each in (random, state))
+    assert shapes == wanted
 
 
 def test_a_plan_tells_layers_that_are_widened_from_the_head(write):
@@ -145,9 +148,11 @@ def test_a_plan_tells_layers_that_are_widened_from_the_head(write):
     assert Widened.of(build_model(of_table)) == (True, False, False, True)
 
 
-def test_an_engine_answers_as_with_widened_weights(write):
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_answers_as_with_widened_weights(write, size):
+    """Two devices split the tied embedding too, which is as stored."""
     directory = write("Q4_1", "Q4_1", "Q4_1", "Q4_0", "Q4_K", "Q4_K", "Q6_K")
-    quantized.assert_answers(directory, directory, dequantize=False)
+    quantized.assert_answers(directory, directory, dequantize=False, tensor_parallel_size=size)
 
 
 def test_options(write, tmp_path):

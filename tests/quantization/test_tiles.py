@@ -163,10 +163,10 @@ def test_weights_are_laid_out_however_they_are_loaded(directory, tmp_path, size)
         assert_same(found, wanted[1])
 
 
-def test_files_never_have_tiles(directory):
+def test_files_never_have_tiles_or_lanes(directory):
     config = load_model_config(directory)
-    tiled = config.in_tiles()
-    assert tiled != config and tiled.as_stored() == config
+    tiled, in_lanes = config.in_tiles(), config.in_lanes()
+    assert len({config, tiled, in_lanes}) == 3 and tiled.as_stored() == in_lanes.as_stored() == config
     assert not any(path[-1] == "words" for path, _ in parameters(build_model(tiled.as_stored())))
 
 

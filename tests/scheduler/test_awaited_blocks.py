@@ -1,6 +1,8 @@
 """Requests whose prompts another engine still computes: they hold up no others, and give back what they hold to requests that can run."""
 
+import itertools
 import random
+import time
 from typing import Any
 
 import pytest
@@ -53,9 +55,15 @@ def test_blocks_arrive_over_time_and_none_is_computed() -> None:
     assert request.num_cached_tokens == 32 and elsewhere.engine.runner.num_computed_tokens - elsewhere.num_computed == 1 + 2
 
 
-def test_a_long_wait_is_no_failure() -> None:
+@pytest.mark.parametrize("can_store", [True, False])
+def test_a_long_wait_is_no_failure(monkeypatch: pytest.MonkeyPatch, can_store: bool) -> None:
+    """Also while another load waits until more can be stored."""
     elsewhere = Elsewhere()
-    elsewhere.tier.patience_seconds = 0.0
+    seconds = itertools.count(time.monotonic())
+    monkeypatch.setattr("jaxllm.scheduler.loading.time.monotonic", lambda: next(seconds))
+    loading = elsewhere.scheduler.cache_manager.loading
+    loading._patience_seconds, loading._awaits_stores = 5.0, not can_store
+    elsewhere.tier.can_store = can_store
     request = add(elsewhere.engine, "a2")
     elsewhere.step(20)
     assert request.status is RequestStatus.WAITING_FOR_BLOCKS and request.loads_blocks

@@ -72,6 +72,17 @@ def test_a_drafter_gets_slots_behind_the_tokens_but_none_behind_the_last_of_a_re
     assert [scheduler.cache_manager.num_blocks_of(name) for name in ("long", "short", "chunk")] == [3, 2, 2]
 
 
+def test_drafts_leave_room_to_a_prompt_beside_many_decodes():
+    """A step with decodes is smaller than usual only if these take a small part of it, with their drafts."""
+    scheduler = make_scheduler(max_num_batched_tokens=3072, max_num_seqs=300, drafts=AllDrafts(5))
+    for number in range(200):
+        scheduler.add_request(make_request(f"r{number}", 1, max_tokens=99))
+    engine = FakeEngine(scheduler)
+    engine.step()
+    scheduler.add_request(make_request("prompt", 100))
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [6] * 200 + [100]
+
+
 @pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
 def test_steps_with_drafts_are_counted_by_what_they_accepted(share_right):
     scheduler = make_scheduler(drafts=AllDrafts(3, share_right=share_right))

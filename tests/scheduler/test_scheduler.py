@@ -152,6 +152,8 @@ def test_a_first_token_in_flight_counts_as_a_decode_unless_the_request_ends_with
         ({}, (3000, 1000), [1, 1023]),
         ({}, (3000, 1200), [1, 3000, 71]),  # many are left: large steps compute them sooner
         ({"max_num_batched_tokens": 6144}, (5000,), [1, 2047]),
+        ({"max_num_batched_tokens": 8192, "token_sizes": (2048, 3072, 8192)}, (5000,), [1, 3071]),  # padded all the same
+        ({"token_sizes": (256, 3072)}, (700, 700), [1, 700, 700]),
         ({"max_num_batched_tokens": 512}, (700,), [1, 511]),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8192}, (5000,), [1, 5000]),
     ],

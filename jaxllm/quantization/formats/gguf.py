@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -30,6 +30,8 @@ class Gguf(PackedFormat):
     """Modules of layers with the types of their weights, those that are no linear layers included."""
     table_types: tuple[tuple[str, str], ...] = ()
     """Types of the embedding and of the head."""
+    has_head: bool = False
+    """Whether what logits are computed with stays in 4 or 8 bits too."""
 
     methods: ClassVar[tuple[str, ...]] = ("gguf",)
 
@@ -50,7 +52,7 @@ class Gguf(PackedFormat):
 
     @functools.cached_property
     def _types(self) -> Mapping[str, str]:
-        return dict((*self.types, *self.table_types) if self.lanes else self.types)
+        return dict((*self.types, *self.table_types) if self.has_head else self.types)
 
     def _blocks(self, module: str) -> Blocks | None:
         return BLOCKS.get(self._types.get(module, ""))
@@ -72,9 +74,12 @@ class Gguf(PackedFormat):
     def faults(self, config: "ModelConfig") -> list[str]:
         return []
 
+    def in_lanes(self) -> Self:
+        return replace(super().in_lanes(), has_head=self.computes)
+
     @property
     def of_head(self) -> bool:
-        return self.lanes
+        return self.has_head
 
     def told(self, dtype: str) -> str:
         kinds = ", ".join(sorted(set(self._types.values())))

@@ -107,7 +107,7 @@ class PackedFormat(WeightFormat):
         return partly_covered(self.scheme, config.linears())
 
     def split(self, config: "ModelConfig", size: int) -> Self:
-        return replace(self, size=size, tiles=False)
+        return replace(self, size=size, tiles=False, lanes=False)
 
     def in_tiles(self) -> Self:
         return replace(self, tiles=self.computes)
