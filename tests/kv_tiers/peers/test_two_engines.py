@@ -23,6 +23,7 @@ from jaxllm.request import EngineCoreRequest
 from jaxllm.request_options import RequestOptions
 from jaxllm.sampling_params import SamplingParams
 from tests.helpers.engines import make_core
+from tests.helpers.fake_copies import AlwaysWorth
 from tests.helpers.waiting import wait_until
 
 NUM_BLOCKS = 40
@@ -33,8 +34,11 @@ SEEDED = SamplingParams(temperature=1.0, max_tokens=8, seed=7)
 
 
 def make(name: str = "qwen3", **options: Any) -> EngineCore:
+    """An engine to which loading is always worth its time, however small the model and slow the machine."""
     options = {"kv_offloading_size": 0.02, "num_gpu_blocks_override": NUM_BLOCKS, **options}
-    return make_core(name, shares_programs=True, **options)
+    core = make_core(name, shares_programs=True, **options)
+    core._tiers[0]._worth = AlwaysWorth()  # type: ignore[attr-defined]
+    return core
 
 
 def prompt_of(count: int, seed: int = 0) -> list[int]:
