@@ -57,6 +57,11 @@ class KernelPolicy:
     """Steps of so many tokens are shared out between the devices that split prompts. Up to about here a GPU reads the weights of a product
     for longer than it multiplies."""
 
+    @property
+    def least_rows(self) -> int:
+        """Rows of the smallest program of a decode. An engine that never runs so many pads them: fewer would take longer."""
+        return min(self.decode_rows, default=1)
+
     def has_drafts(self, num_rows: int) -> bool:
         """Whether a step of so many rows may have drafts."""
         return num_rows <= self.max_draft_rows

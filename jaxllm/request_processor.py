@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from jaxllm.structured.compiler import GrammarCompiler
+
+LOAD_SECONDS = 0.1
+"""While requests run the load of their core is noted this often: collecting its numbers takes several microseconds."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class RequestProcessor:
         self.max_model_len = core.max_model_len
         self._metrics: list[EngineMetrics] = []
         """Metrics of each replica; none with disable_log_stats."""
+        self._load_is_due = 0.0
         self._stat_logger: StatLogger | None = None
         if not self.config.observe.disable_log_stats:
             labels, model_name = cache_labels(self.config.cache), short_name(self.config.model.model)
@@ -170,8 +175,9 @@ class RequestProcessor:
     def take(self, outputs: Iterable[EngineCoreOutput]) -> list[tuple[str, RequestOutput]]:
         """Convert the core's outputs of a step to outputs for callers, each with the engine's own id of its request."""
         processed = self._outputs.process(outputs)
-        self._note_load()
         self._abort_in_core(processed.engine_ids_to_abort)
+        if not len(self._outputs) or time.monotonic() >= self._load_is_due:
+            self._note_load()
         if self._stat_logger is not None:
             self._stat_logger.tick()
         return processed.outputs
@@ -220,7 +226,7 @@ class RequestProcessor:
         return merged(metrics.snapshot(of_engine=of_engine) for metrics in self._metrics)
 
     def prometheus_registry(self) -> "CollectorRegistry":
-        """The metrics for a Prometheus exporter; each call makes a registry."""
+        """The metrics for a Prometheus exporter, the load at most LOAD_SECONDS before the latest step; each call makes a registry."""
         from jaxllm.metrics.prometheus import registry
 
         self._check_metrics()
@@ -232,6 +238,7 @@ class RequestProcessor:
 
     def _note_load(self) -> None:
         if self._metrics:
+            self._load_is_due = time.monotonic() + LOAD_SECONDS
             for metrics, load in zip(self._metrics, self.core.loads(), strict=True):
                 metrics.load, metrics.programs_compiled_after_warmup = load
 

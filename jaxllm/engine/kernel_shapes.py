@@ -18,6 +18,7 @@ from jaxllm.model_parts import Attention, MoE
 from jaxllm.parallel.topology import Topology
 from jaxllm.quantization.formats.mxfp4 import Mxfp4
 from jaxllm.quantization.formats.packed import PackedFormat
+from jaxllm.quantization.tiles import Tiled
 from jaxllm.runner.adaptation import Adaptation
 from jaxllm.runner.memory import MemoryPlan
 from jaxllm.weight_format import WeightFormat
@@ -232,7 +233,7 @@ def _lora(engine: _Engine) -> tuple[lora.Shapes, ...]:
 def shapes_of_tiles(models: Iterable[nnx.Module], dtype: str) -> tuple[quantized_matmul.Shapes, ...]:
     """The distinct weights of linear layers in tiles of models that compute in this type, on one device."""
     formats = (weight.format for model in models for weight in weights(model))
-    found = (_shapes_of_tiles(format, dtype) for format in formats if _is_tiled(format) and not format.tiled.num_lead)
+    found = (_shapes_of_tiles(format, dtype) for format in formats if _is_tiled(format) and not format.layout.num_lead)
     return tuple(dict.fromkeys(found))
 
 
@@ -245,7 +246,7 @@ def tiled_weights(models: Sequence[nnx.Module], dtype: str) -> TiledWeights:
 
 
 def _is_tiled(format: WeightFormat) -> TypeGuard[Any]:
-    return isinstance(format, PackedFormat | Mxfp4) and format.tiled is not None
+    return isinstance(format, PackedFormat | Mxfp4) and isinstance(format.layout, Tiled)
 
 
 def _experts_in_tiles(mixture: MixtureOfExperts) -> tuple[grouped_matmul.Stored, grouped_matmul.Stored] | None:
@@ -267,8 +268,8 @@ def _experts_in_tiles(mixture: MixtureOfExperts) -> tuple[grouped_matmul.Stored,
 
 
 def _shapes_of_tiles(format: PackedFormat, dtype: str) -> quantized_matmul.Shapes:
-    scheme, tiled = format.weight_scheme, format.tiled
-    assert scheme is not None and tiled is not None
+    scheme, tiled = format.weight_scheme, format.layout
+    assert scheme is not None and isinstance(tiled, Tiled)
     return quantized_matmul.Shapes(
         scheme.number,
         math.prod(tiled.outputs),

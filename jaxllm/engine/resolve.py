@@ -130,9 +130,8 @@ def resolve_sizes(
 
 
 def _with_fast_decodes(config: EngineConfig, *, on_gpu: bool) -> EngineConfig:
-    """No decode sizes below the least that is fast, unless max_num_seqs is."""
-    sizes = config.compile.decode_buckets
-    least = min(platform_policy(on_gpu=on_gpu).decode_rows[0], config.scheduler.max_num_seqs or 1)
+    """No decode sizes below the least that is fast."""
+    sizes, least = config.compile.decode_buckets, platform_policy(on_gpu=on_gpu).least_rows
     if sizes is None or min(sizes) >= least:
         return config
     logger.warning(

@@ -87,6 +87,10 @@ class SlotStore(Protocol):
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
         """Begin to copy contents to slots, which nothing else uses until `finished` has the number. Without slots: begin to lend them."""
 
+    def is_opening(self) -> bool:
+        """Whether it is finding out which contents it has, and takes none meanwhile; begins to if need be. False after some seconds without
+        success."""
+
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         """Begin to copy contents from slots, which nothing changes until `finished` has the number. False: not now, for lack of room or
         time."""

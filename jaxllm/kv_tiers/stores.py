@@ -134,8 +134,8 @@ class Stores:
         num_new = self._contents.num_added - self._num_added
         is_due = num_new >= (1 if self._ready else max(1, _OFFER_SHARE * self._num_cold))
         is_due |= (self._was_refused and self._has_room) or (bool(self._ready) and not self._was_refused)
-        if not writers or not is_due:
-            return
+        if not writers or not is_due or any(store.is_opening() for store in writers):
+            return  # a store that opens is offered all of it as soon as it is open
         self._num_added, self._was_refused, self._has_room = self._contents.num_added, False, False
         num_writing = sum(len(contents) for _, contents in self._writes.values())
         for part in _cut(self._candidates(self._num_cold - num_writing), self._max_blocks):
@@ -173,6 +173,7 @@ class Stores:
 
     def reset(self, *, external: bool) -> None:
         """See SlotStore. Transfers under way end as they would."""
+        self._ready.clear()
         for store in self._stores:
             store.reset(external=external)
 

@@ -23,7 +23,8 @@ class StateRows(NamedTuple):
     """The rows of a step, in the order of its tokens."""
 
     row_R: Array
-    """int32: place in the states; of padding rows the last."""
+    """int32: place in the states, all different but for padding rows, which have the last. They may write different values there, of which
+    any may stay: no request has that place."""
     is_new_R: Array
     """Bool: the row begins with a state of zeros, whatever the arrays hold."""
     query_start_R1: Array | None

@@ -4,6 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -11,9 +12,10 @@ from jax.sharding import Mesh
 
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
+from jaxllm.parallel.shards import Shards
 from jaxllm.quantization import cpu, numbers
-from jaxllm.quantization.numbers import NUMBERS, Laned, Scheme
-from jaxllm.weight_format import Arrays, ParamSpec
+from jaxllm.quantization.numbers import NUMBERS, Scheme
+from jaxllm.weight_format import Arrays, Multiply, ParamSpec, WeightSpec
 
 LANES = 16
 """Outputs that are computed at once: a vector of 512 bits."""
@@ -35,19 +37,48 @@ def takes(scheme: Scheme, num_outputs: int, num_inputs: int) -> bool:
     return is_whole and num_outputs % LANES == 0 and _unrolled(values) >= _LEAST_UNROLLED
 
 
-def declare(laned: Laned) -> dict[str, ParamSpec]:
-    """The parts of a weight in lanes: [outputs / LANES, of an output, LANES]."""
-    found = {}
-    for name, spec in laned.stored.items():
-        num_parts = math.prod(spec.shape) // math.prod(laned.outputs)
-        shape = (math.prod(laned.outputs) // LANES, num_parts, LANES)
-        found[name] = ParamSpec(shape, ("tiles",) * 3, spec.dtype, spec.source)
-    return found
+@dataclass(frozen=True)
+class Laned:
+    """A `Layout` in lanes, as a CPU has it."""
 
+    outputs: tuple[int, ...]
+    stored: Mapping[str, ParamSpec] = field(compare=False)
+    """As of `Tiled`."""
 
-def lay_out(arrays: Arrays, parts: Mapping[str, ParamSpec], mesh: Mesh) -> dict[str, Array]:
-    """Lay stored parts out in lanes."""
-    return {name: convert(_in_lanes, sharding(mesh, spec.axes), arrays[name], shape=spec.shape) for name, spec in parts.items()}
+    @classmethod
+    def of(cls, weight: WeightSpec, scheme: Scheme, stored: Mapping[str, ParamSpec], size: int) -> "Laned | None":
+        """That of a weight; None: it is none of a linear layer or head, devices split weights, or its numbers are not converted many at a
+        time."""
+        outputs, num_inputs = stored["scale"].shape[:-1], stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
+        is_taken = weight.modules and size == 1 and takes(scheme, math.prod(outputs), num_inputs)
+        return cls(outputs, stored) if is_taken else None
+
+    def declare(self, weight: WeightSpec, scheme: Scheme, size: int) -> dict[str, ParamSpec]:
+        """The parts: [outputs / LANES, of an output, LANES]."""
+        found = {}
+        for name, spec in self.stored.items():
+            num_parts = math.prod(spec.shape) // math.prod(self.outputs)
+            shape = (math.prod(self.outputs) // LANES, num_parts, LANES)
+            found[name] = ParamSpec(shape, ("tiles",) * 3, spec.dtype, spec.source)
+        return found
+
+    def lay_out(self, arrays: Arrays, parts: Mapping[str, ParamSpec], scheme: Scheme, mesh: Mesh) -> dict[str, Array]:
+        """Lay stored parts out in lanes."""
+        return {
+            name: convert(_in_lanes, sharding(mesh, spec.axes), arrays[name], shape=spec.shape) for name, spec in parts.items()
+        }
+
+    def product(self, arrays: Arrays, scheme: Scheme, x: Array, shards: Shards, multiply: Multiply) -> Array:
+        """`product` in x's type."""
+        return product(arrays, scheme, x, self.outputs).astype(x.dtype)
+
+    def logits(self, arrays: Arrays, scheme: Scheme, x: Array, multiply: Multiply) -> Array:
+        """`product`."""
+        return product(arrays, scheme, x, self.outputs)
+
+    def rows(self, arrays: Arrays, scheme: Scheme, index: Array) -> Array:
+        """`rows`."""
+        return rows(arrays, scheme, index)
 
 
 def _in_lanes(array: Array, shape: tuple[int, int, int]) -> Array:

@@ -1,13 +1,12 @@
 """Numbers of 4 and 8 bits as formats of weights store them, and what groups of them stand for: NumPy and JAX alike."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxllm.weight_format import Array, Arrays, ParamSpec
+    from jaxllm.weight_format import Array, Arrays
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """By code. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, table 5."""
@@ -94,28 +93,6 @@ class Scheme:
 
     def __str__(self) -> str:
         return f"{self.number}{'' if self.group is None else f' in groups of {self.group}'}{' with zero points' * self.zeros}"
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """A weight in tiles, as a device has it."""
-
-    outputs: tuple[int, ...]
-    num_inputs: int
-    num_groups: int
-    num_lead: int
-    """Dimensions before the outputs: those of experts, which are weights of their own."""
-    stored: "Mapping[str, ParamSpec]" = field(compare=False)
-    """See `WeightFormat.stored_parts`. Not compared: equal layers have equal formats."""
-
-
-@dataclass(frozen=True)
-class Laned:
-    """A weight in lanes, as a CPU has it."""
-
-    outputs: tuple[int, ...]
-    stored: "Mapping[str, ParamSpec]" = field(compare=False)
-    """As of `Tiled`."""
 
 
 NVFP4 = Scheme("e2m1", 16, scale_type="float8_e4m3fn", factor=True)

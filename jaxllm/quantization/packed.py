@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.shards import ONE_DEVICE, Shards
 from jaxllm.quantization import cpu, numbers
 from jaxllm.quantization.numbers import Scheme
-from jaxllm.weight_format import Arrays
+from jaxllm.weight_format import Arrays, Multiply
 
 
 def widen(arrays: Arrays, scheme: Scheme, dtype: jax.typing.DTypeLike) -> Array:
@@ -75,6 +75,32 @@ class StoredExperts:
     def astype(self, dtype: jax.typing.DTypeLike) -> Array:
         """The values, computed in float32."""
         return widen(self.arrays, self.scheme, dtype)
+
+
+@dataclass(frozen=True)
+class AsStored:
+    """The `Layout` of arrays as files have them."""
+
+    stored: ClassVar[None] = None
+
+    def product(self, arrays: Arrays, scheme: Scheme, x: Array, shards: Shards, multiply: Multiply) -> Array:
+        """`product` in x's type."""
+        return product(arrays, scheme, x, shards)
+
+    def logits(self, arrays: Arrays, scheme: Scheme, x: Array, multiply: Multiply) -> Array:
+        """`product` in float32."""
+        return product(arrays, scheme, x, dtype="float32")
+
+    def rows(self, arrays: Arrays, scheme: Scheme, index: Array) -> Array:
+        """The weights of these outputs, float32 [..., inputs]; outputs that do not exist are the nearest that do."""
+        return widen({name: array.at[index].get(mode="clip") for name, array in arrays.items()}, scheme, "float32")
+
+    def operand(self, arrays: Arrays, scheme: Scheme) -> Array:
+        """Float32, which whoever takes it rounds to the model's type."""
+        return widen(arrays, scheme, "float32")
+
+
+AS_STORED = AsStored()
 
 
 def rounded_arrays(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.parallel.arrays import convert
 from jaxllm.parallel.axes import sharding
-from jaxllm.quantization.numbers import Scheme, Tiled
+from jaxllm.parallel.shards import Shards
+from jaxllm.quantization.numbers import NUMBERS, Scheme
 from jaxllm.weight_format import Arrays, Multiply, ParamSpec, WeightSpec
 from pallas_kernels.grouped_matmul.packed import PackedExperts
 from pallas_kernels.quantized_matmul import DECODERS, GROUPS, Packed, decoder_of, pack
@@ -46,49 +48,93 @@ def parts_of_device(
     return {name: (part.shape, str(part.dtype)) for name, part in _parts(found).items()}
 
 
-def declare(weight: WeightSpec, scheme: Scheme, tiled: Tiled, size: int) -> dict[str, ParamSpec]:
-    """The parts in tiles of a weight that `size` devices may split, each device's padded to whole tiles."""
-    stored = next(iter(tiled.stored.values()))
-    lead, lead_axes = stored.shape[: tiled.num_lead], stored.axes[: tiled.num_lead]
-    # Devices that split a dimension, and the axis that says so.
-    outputs = (1, "tiles") if weight.split_outputs is None else (size, "split_tiles")
-    inputs = (size, "split_tiles") if weight.splits_inputs else (1, "tiles")
-    dimensions = {"words": (outputs, inputs, (1, "tiles")), "factor": (outputs,)}
-    found = {}
-    for name, (shape, dtype) in parts_of_device(scheme, tiled.outputs, tiled.num_inputs, tiled.num_groups).items():
-        split = dimensions.get(name, (inputs, outputs))
-        whole = tuple(count * num_devices for count, (num_devices, _) in zip(shape, split, strict=True))
-        found[name] = ParamSpec((*lead, *whole), (*lead_axes, *(axis for _, axis in split)), dtype, stored.source)
-    return found
+@dataclass(frozen=True)
+class Tiled:
+    """A `Layout` in tiles, as a device has it."""
 
+    outputs: tuple[int, ...]
+    num_inputs: int
+    num_groups: int
+    num_lead: int
+    """Dimensions before the outputs: those of experts, which are weights of their own."""
+    stored: Mapping[str, ParamSpec] = field(compare=False)
+    """See `WeightFormat.stored_parts`. Not compared: equal layers have equal formats."""
 
-def lay_out(
-    arrays: Arrays,
-    tiled: Tiled,
-    parts: Mapping[str, ParamSpec],
-    number: str,
-    mesh: Mesh,
-    as_packed: Callable[[Arrays], Arrays] | None = None,
-) -> dict[str, Array]:
-    """Lay stored parts out in tiles, on each device those that it holds. as_packed: gives the parts of a `PackedFormat`, without
-    dimensions of experts, of a weight that is stored otherwise."""
-    stored = tiled.stored
-    names = tuple(stored)
-    places = tuple(sharding(mesh, spec.axes) for spec in parts.values())
-    made = convert(
-        _in_tiles,
-        places,
-        *(arrays[name] for name in names),
-        number=number,
-        names=names,
-        wanted=tuple(parts),
-        num_lead=tiled.num_lead,
-        as_packed=as_packed,
-        mesh=mesh,
-        in_specs=tuple(sharding(mesh, spec.axes).spec for spec in stored.values()),
-        out_specs=tuple(place.spec for place in places),
-    )
-    return dict(zip(parts, made, strict=True))
+    @classmethod
+    def of(cls, weight: WeightSpec, scheme: Scheme, stored: Mapping[str, ParamSpec], size: int) -> "Tiled | None":
+        """That of a weight; None: no kernel takes it."""
+        if not weight.has_kernels:
+            return None
+        num_lead = 0 if weight.modules else len(stored["scale"].shape) - 2
+        *outputs, num_groups = stored["scale"].shape[num_lead:]
+        num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
+        if weight.split_outputs is not None:
+            outputs[weight.split_outputs] //= size
+        if weight.splits_inputs:
+            num_inputs //= size
+            if num_groups == size > 1:
+                return None  # a device's one group would become a factor of outputs, which all devices share
+            num_groups = max(1, num_groups // size)
+        is_taken = takes(scheme, num_inputs, num_groups)
+        return cls(tuple(outputs), num_inputs, num_groups, num_lead, stored) if is_taken else None
+
+    def declare(self, weight: WeightSpec, scheme: Scheme, size: int) -> dict[str, ParamSpec]:
+        """The parts, each device's padded to whole tiles."""
+        stored = next(iter(self.stored.values()))
+        lead, lead_axes = stored.shape[: self.num_lead], stored.axes[: self.num_lead]
+        # Devices that split a dimension, and the axis that says so.
+        outputs = (1, "tiles") if weight.split_outputs is None else (size, "split_tiles")
+        inputs = (size, "split_tiles") if weight.splits_inputs else (1, "tiles")
+        dimensions = {"words": (outputs, inputs, (1, "tiles")), "factor": (outputs,)}
+        found = {}
+        for name, (shape, dtype) in parts_of_device(scheme, self.outputs, self.num_inputs, self.num_groups).items():
+            split = dimensions.get(name, (inputs, outputs))
+            whole = tuple(count * num_devices for count, (num_devices, _) in zip(shape, split, strict=True))
+            found[name] = ParamSpec((*lead, *whole), (*lead_axes, *(axis for _, axis in split)), dtype, stored.source)
+        return found
+
+    def lay_out(
+        self,
+        arrays: Arrays,
+        parts: Mapping[str, ParamSpec],
+        scheme: Scheme,
+        mesh: Mesh,
+        as_packed: Callable[[Arrays], Arrays] | None = None,
+    ) -> dict[str, Array]:
+        """Lay stored parts out in tiles, on each device those that it holds. as_packed: gives the parts of a `PackedFormat`, without
+        dimensions of experts, of a weight that is stored otherwise."""
+        names = tuple(self.stored)
+        places = tuple(sharding(mesh, spec.axes) for spec in parts.values())
+        made = convert(
+            _in_tiles,
+            places,
+            *(arrays[name] for name in names),
+            number=scheme.number,
+            names=names,
+            wanted=tuple(parts),
+            num_lead=self.num_lead,
+            as_packed=as_packed,
+            mesh=mesh,
+            in_specs=tuple(sharding(mesh, spec.axes).spec for spec in self.stored.values()),
+            out_specs=tuple(place.spec for place in places),
+        )
+        return dict(zip(parts, made, strict=True))
+
+    def product(self, arrays: Arrays, scheme: Scheme, x: Array, shards: Shards, multiply: Multiply) -> Array:
+        """[..., inputs] to [..., *outputs], in x's type; of inputs that devices split, a part of the sum."""
+        return self._product(arrays, scheme, x, multiply, None)
+
+    def logits(self, arrays: Arrays, scheme: Scheme, x: Array, multiply: Multiply) -> Array:
+        """`product` in float32."""
+        return self._product(arrays, scheme, x, multiply, "float32")
+
+    def _product(self, arrays: Arrays, scheme: Scheme, x: Array, multiply: Multiply, dtype: str | None) -> Array:
+        y = multiply(x.reshape(-1, x.shape[-1]), _packed(arrays, scheme.number), dtype=dtype)
+        return y[:, : math.prod(self.outputs)].reshape(*x.shape[:-1], *self.outputs)
+
+    def operand(self, arrays: Arrays, scheme: Scheme) -> PackedExperts:
+        """Weights of experts as `pallas_kernels.grouped_matmul` takes them."""
+        return PackedExperts(_packed(arrays, scheme.number))
 
 
 def _in_tiles(
@@ -126,19 +172,6 @@ def _parts(weight: Packed) -> dict[str, Array]:
     """The arrays that there are, by name."""
     found = {"words": weight.words, "scale": weight.scale, "zero": weight.zero, "factor": weight.factor}
     return {name: array for name, array in found.items() if array is not None}
-
-
-def experts(arrays: Arrays, number: str) -> PackedExperts:
-    """Weights of experts as `pallas_kernels.grouped_matmul` takes them."""
-    return PackedExperts(_packed(arrays, number))
-
-
-def product(
-    arrays: Arrays, number: str, x: Array, outputs: tuple[int, ...], multiply: Multiply, dtype: str | None = None
-) -> Array:
-    """[..., inputs] to [..., *outputs], in this type, by default x's; of inputs that devices split, a part of the sum."""
-    y = multiply(x.reshape(-1, x.shape[-1]), _packed(arrays, number), dtype=dtype)
-    return y[:, : math.prod(outputs)].reshape(*x.shape[:-1], *outputs)
 
 
 def _packed(arrays: Arrays, number: str) -> Packed:

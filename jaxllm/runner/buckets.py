@@ -16,7 +16,7 @@ class Buckets:
 
     policy: KernelPolicy
     decode_rows: tuple[int, ...]
-    """Rows of a step in which every request computes one token."""
+    """Rows of a step in which every request computes one token: at least those of the policy, even if `max_rows` is less."""
     tokens: tuple[int, ...]
     """Tokens of every other step."""
     sample_rows: tuple[int, ...]
@@ -42,16 +42,17 @@ class Buckets:
         decode = config.compile.decode_buckets or policy.decode_rows
         if num_drafts:
             decode = (*decode, policy.max_draft_rows)  # larger steps have no program with drafts
+        most_rows = max(max_rows, policy.least_rows)
         tokens = config.compile.token_buckets or policy.tokens
         # Ranks and hosts must choose alike, whatever programs each has; drafts are proposed of mixed steps.
         samples_apart = bool(policy.rows_apart) and not proposes and config.parallel.num_ranks == config.parallel.nnodes == 1
         return cls(
             policy,
-            decode_rows=_up_to(decode, max_rows),
+            decode_rows=_up_to(decode, most_rows),
             tokens=_up_to((*tokens, usual_tokens), max_tokens),
             sample_rows=_up_to(policy.sample_rows, max_rows),
             max_rows=max_rows,
-            rows_apart=_up_to(config.compile.decode_buckets or policy.rows_apart, max_rows) if samples_apart else (),
+            rows_apart=_up_to(config.compile.decode_buckets or policy.rows_apart, most_rows) if samples_apart else (),
             widths=(1, *(1 + level for level in levels(num_drafts))) if num_drafts else (1,),
             proposes=proposes,
         )

@@ -327,10 +327,10 @@ def estimate_work_bytes(
         widened_bytes = max(widened_bytes, values * itemsize // max(size, topology.expert))
     if widened.head:
         widened_bytes = max(widened_bytes, model.padded_vocab_size * model.hidden_size * itemsize // size)
-    max_rows = scheduler.max_num_seqs
+    max_rows = max(scheduler.max_num_seqs, policy.least_rows)
     sampling = 6 * 4 * max(max_rows, min(max_rows, policy.max_draft_rows) * width) * model.vocab_size
     rows = (spec.bytes_per_row for spec in cache_specs(model) if isinstance(spec, RowState))
-    states = 3 * scheduler.max_num_seqs * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
+    states = 3 * max_rows * max(rows, default=0) // size  # of one layer: gathered, changed and scattered
     num_tokens = scheduler.max_step_tokens
     waiting = entering_bytes(model, num_tokens, topology.stage) + exchange_bytes(model, num_tokens, topology, policy)
     largest = -(-num_tokens // topology.context) * per_token * itemsize

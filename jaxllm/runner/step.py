@@ -70,7 +70,8 @@ class StepFunctions(Body):
         return tuple(run.caches), run.rows, hidden_RD, hidden_NWD, columns_NC
 
     def _padded(self, hidden_RWD: jax.Array, columns_RC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Hidden states and columns to sample from, padded to all rows. Rows beyond the step's point to the trash row."""
+        """Hidden states and columns to sample from, padded to all rows, or cut to them. Rows beyond the step's point to the trash row."""
+        hidden_RWD, columns_RC = hidden_RWD[: self.max_rows], columns_RC[: self.max_rows]
         num_rows = len(columns_RC)
         pad = self.max_rows - num_rows
         hidden_NWD = jnp.pad(hidden_RWD, ((0, pad), (0, 0), (0, 0)))

@@ -39,9 +39,8 @@ def engine_options(
         options.setdefault("max_num_prefill_tokens", step_tokens)
     if MIXED not in plan.works:
         policy = platform_policy(on_gpu=on_gpu)
-        least = policy.decode_rows[0]  # fewer rows run in a program of so many
         if batches := plan.decode_batches(tensor_parallel_size):
-            options.setdefault("decode_buckets", sorted({max(least, batch) for batch in batches}))
+            options.setdefault("decode_buckets", sorted({max(policy.least_rows, batch) for batch in batches}))
         # Of the usual sizes those of one prompt, of whole steps, and of the last step of a prefill.
         buckets = Buckets.choose(resolve(options)[0], policy)
         largest = buckets.tokens[-1]

@@ -25,14 +25,14 @@ class SchemaPlace:
         return cls(schema, schema)
 
     def member(self, key: str) -> "SchemaPlace":
-        """The place of an object's member."""
-        for schema in self._choices():
-            properties, others = schema.get("properties"), schema.get("additionalProperties")
+        """The place of an object's member: as one of the choices declares it, or else as one of them has others."""
+        choices = list(self._choices())
+        for schema in choices:
+            properties = schema.get("properties")
             if isinstance(properties, Mapping) and key in properties:
                 return self._at(properties[key])
-            if isinstance(others, Mapping):
-                return self._at(others)
-        return STRINGS
+        found = (self._at(others) for schema in choices if isinstance(others := schema.get("additionalProperties"), Mapping))
+        return next(found, STRINGS)
 
     def item(self) -> "SchemaPlace":
         """The place of an array's items."""

@@ -89,7 +89,7 @@ def test_by_default_states_by_row_take_at_most_a_quarter_of_the_device(caplog):
     [
         ((1, 4, 64), 64, True, (8, 64)),
         ((1,), 64, True, (8,)),
-        ((1, 2), 4, True, (4,)),
+        ((1, 2), 4, True, (8,)),
         ((8, 16), 64, True, (8, 16)),
         ((1, 4, 64), 64, False, (1, 4, 64)),
     ],

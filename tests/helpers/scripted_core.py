@@ -46,7 +46,7 @@ def guessing_core(directory: Path, text: str = "", **options: Any) -> FakeEngine
         logits = np.random.default_rng(token_ids).normal(size=core.model_config.vocab_size).astype(np.float32)
         logits[eos_token_id] += 2.5
         place = len(token_ids) - len(core.requests[0].prompt_token_ids)
-        if place < len(wanted):
+        if 0 <= place < len(wanted):
             logits[wanted[place]] += 30
         logprobs = logits - np.log(np.exp(logits).sum())
         order = np.argsort(-logprobs)

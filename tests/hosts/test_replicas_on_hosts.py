@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,7 +145,7 @@ def test_a_host_that_is_told_to_stop_lets_its_requests_end_and_the_next_one_join
             assert long.result(60) == LONG["max_tokens"]
             assert second.end() == 0
             second.assert_nothing_left(children)
-            assert states(client) == ["serving", "down"]
+            wait_until(lambda: states(client) == ["serving", "down"], "host 0 has not noticed the end")
         for num_signals, seconds in ((1, 0.3), (2, 30.0)):
             with host(1, model, tmp_path, **options, shutdown_timeout=seconds) as second, first.client() as client:
                 wait_until(lambda: states(client) == ["serving"] * 2, "it does not join")
@@ -159,7 +158,7 @@ def test_a_host_that_is_told_to_stop_lets_its_requests_end_and_the_next_one_join
                 wait_until(lambda: by_replica(client, "num_requests_running")["1"] == 2, "they do not run")
                 for _ in range(num_signals):
                     second.process.send_signal(signal.SIGTERM)
-                    time.sleep(0.1)
+                    wait_until(lambda second=second: "a second signal" in second.log(), "the first signal was not taken")
                 assert second.end() == (0 if num_signals == 1 else 128 + signal.SIGTERM)
                 assert stream.result(60) == "replica_lost"
                 if num_signals == 1:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -189,7 +188,8 @@ def test_strangers_do_not_disturb_and_messages_arrive_whole_until_an_engine_or_t
             while not refusals:
                 await asyncio.sleep(0.005)
             to_client.send(messages.encode(messages.Refused("last", messages.Fault("engine", ""))))
-            time.sleep(0.05)  # it has arrived, and is not read yet
+            # It has arrived, and is not read yet.
+            assert local._engines[1]._inboxes[client.name]._socket.poll(60_000)
             local.engine_ended(1, "the engine process has ended (signal 9)")
             while client.dead_error is None:
                 await asyncio.sleep(0.005)

@@ -84,6 +84,9 @@ class FakeStore:
             self.slots += [(["empty"], ["empty"])] * len(names)
         self._begin(number, names, slots, is_read=True)
 
+    def is_opening(self) -> bool:
+        return self.rng.random() < 0.1
+
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         if len(self.transfers) >= self.max_transfers:
             return False

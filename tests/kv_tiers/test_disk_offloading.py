@@ -1,5 +1,6 @@
 """Engines whose blocks leave host memory for files: the tokens are those of engines with room for all, also in engines that start later."""
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,9 +112,13 @@ def test_full_writes_files_while_nothing_leaves_the_devices(tmp_path: Path) -> N
         assert not core.has_unfinished_requests()
         core.wake_up()
     assert client.run() == wanted
+    describe, may_describe = store_of(core)._describe, threading.Event()
+    store_of(core)._describe = lambda: may_describe.wait(60) and describe()
+    assert core.reset_prefix_cache()
     Client(core, new := make_prompts(2, seed=3)).send()
     while core.scheduler.requests:
         core.step()
+    may_describe.set()  # and only now the directory is opened again
     core.shutdown()
     names = [name for prompt in new for name in hashes_of(prompt, 16, "sha256", {})]
     assert store_of(core).known.files.keys() >= set(names), "the rest is stored before it ends"

@@ -43,7 +43,7 @@ class Store:
         self.contents, self.listener = set(names), None
         self.under_way: dict[int, tuple[str, list[bytes], list[int]]] = {}
         self.over: list[Transfer] = []
-        self.seconds_each, self.is_full, self.was_reset = 0.0, False, False
+        self.seconds_each, self.is_full, self.opens, self.was_reset = 0.0, False, False, False
 
     def find(self, names: Sequence[bytes]) -> set[bytes]:
         return self.contents & set(names)
@@ -59,6 +59,9 @@ class Store:
 
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
         self.under_way[number] = ("read", list(names), list(slots))
+
+    def is_opening(self) -> bool:
+        return self.opens
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         if not self.is_full:
@@ -613,3 +616,20 @@ def test_what_is_chosen_is_read_ahead_as_far_as_there_is_room() -> None:
     store.end()
     assert driven.run() == {load: [True] * 5}
     assert driven.tier.sources(names[:5]) == ["host"] * 5
+
+
+def test_at_once_a_store_that_opens_gets_what_is_ready_once_it_is_open() -> None:
+    store = Store()
+    driven = Driven(num_slots=8, stores=[store], writes_at_once=True)
+    store.opens = store.is_full = True
+    driven.stored(b"0", b"1")
+    assert not store.under_way and driven.tier.is_storing, "steps come until it is open"
+    store.opens = store.is_full = False
+    driven.step()
+    assert [names for _, names, _ in store.under_way.values()] == [[b"0", b"1"]]
+    store.end()
+    driven.step()
+    store.opens = True
+    driven.stored(b"2")
+    driven.tier.forget(stored=True)
+    assert not driven.tier.is_storing, "contents of other weights are not written"

@@ -167,8 +167,8 @@ def test_contents_of_other_models_and_weights_are_not_found(driven: Driven) -> N
     wait_until(lambda: bool(driven.store.find([A])))
     driven.store._describe = lambda: {"model": "new weights"}
     driven.store.reset(external=False)
-    assert not driven.store.write(2, [A], [1])
-    wait_until(lambda: driven.store._prefix is not None)
+    assert driven.store.is_opening() and not driven.store.write(2, [A], [1])
+    wait_until(lambda: not driven.store.is_opening())
     assert not driven.store.find([A]) and DictStore.contents
     driven.store.reset(external=True)
     wait_until(lambda: not DictStore.contents)

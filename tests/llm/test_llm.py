@@ -1,16 +1,19 @@
 import dataclasses
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jaxllm import request_processor
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError
 from jaxllm.llm import LLM
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.scheduler_stats import SchedulerStats
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import echo, fake_core
 from tests.helpers.stand_in_media import StandInProcessor, picture, stand_in_media
@@ -394,6 +397,26 @@ def test_metrics_tell_what_was_done(model_directory: Path) -> None:
     assert metrics["jaxllm:time_to_first_token_seconds", None].count == 2
     with pytest.raises(ConfigError, match="disable_log_stats"):
         llm_of(model_directory, disable_log_stats=True).get_metrics()
+
+
+def test_steps_do_not_ask_for_the_load_each_and_none_is_of_long_ago(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llm_of(model_directory, "word " * 40)
+    core = core_of(llm)
+    loads: list[int] = []
+
+    def stats() -> SchedulerStats:
+        loads.append(core.num_steps)
+        return FakeEngineCore.stats(core)
+
+    monkeypatch.setattr(core, "stats", stats)
+    monkeypatch.setattr(request_processor, "time", SimpleNamespace(monotonic=lambda: 0.03 * core.num_steps))
+    llm.generate("a", LONG, use_tqdm=False)
+    assert core.num_steps > 30
+    assert loads == [*range(1, core.num_steps, 4), core.num_steps], "as often as every 0.1 s, and at the end"
+    running = [metric.value for metric in llm.llm_engine.snapshot() if metric.name == "jaxllm:num_requests_running"]  # type: ignore
+    assert running == [0]
 
 
 def test_an_engine_may_tell_of_every_second_token_alone(model_directory: Path) -> None:

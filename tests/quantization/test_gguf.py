@@ -15,6 +15,7 @@ from jaxllm.layers.parameters import parameters, weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.gguf import scheme_of_blocks
+from jaxllm.quantization.lanes import Laned
 from jaxllm.quantization.numbers import Scheme
 from tests.helpers import goldens, quantized
 from tests.helpers.slow import slow_except
@@ -128,7 +129,7 @@ def test_lanes(write, kind, vocab_size):
     """Layers and the tied embedding, but for numbers from a table and 40 tokens, which are no whole vectors."""
     directory = write("Q4_K", "Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q4_1", "Q8_0", tokens=(kind, vocab_size))
     config, state = quantized.load(directory, dequantize=False, in_lanes=True)
-    laned = {weight.path[-2] for weight in weights(state) if getattr(weight.format, "laned", None) is not None}
+    laned = {weight.path[-2] for weight in weights(state) if isinstance(getattr(weight.format, "layout", None), Laned)}
     assert laned == {"qkv", "out", "gate_up", "down", *(["embedding"] if vocab_size == 48 and kind != "MXFP4" else [])}
     for prompt in (quantized.PROMPT, quantized.PROMPT * 3):  # few rows, and many
         wanted = goldens.logits(*quantized.load(directory), prompt)

@@ -17,6 +17,7 @@ from jaxllm.layers.parameters import parameters, weights
 from jaxllm.loaders import safetensors
 from jaxllm.models.load_config import load_model_config
 from jaxllm.quantization import numbers
+from jaxllm.quantization.packed import AS_STORED
 from scripts.saving import write_safetensors
 from tests.helpers import goldens
 from tests.helpers.quantized import PROMPT, answer, assert_answers, assert_equal, load, rounded, words
@@ -184,7 +185,9 @@ def test_experts_without_a_gate_are_never_in_tiles_and_widened_one_at_a_time(tmp
     config = load_model_config(stored).for_tensor_parallel(1).in_tiles()
     model = build_model(config)
     experts = [weight.format for weight in weights(model) if any("experts" in spec.axes for spec in weight.parts.values())]
-    assert [format.tiled for format in experts if format.widens_each] == [None, None] and not Widened.of(model).experts
+    assert [format.layout for format in experts if format.widens_each] == [AS_STORED, AS_STORED] and not Widened.of(
+        model
+    ).experts
     with caplog.at_level(logging.INFO, "jaxllm"):
         prepare.tell_of_widened_weights([model], "bfloat16")
     assert any("a step widens each that a token chooses" in text for text in caplog.messages)

@@ -30,6 +30,15 @@ def test_configured_sizes_are_kept_and_completed_to_the_limit():
     assert buckets.tokens == (16, 64)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 7])
+@pytest.mark.parametrize("options", [{}, {"decode_buckets": (8, 16)}, {"num_drafts": 2}], ids=str)
+def test_programs_of_decodes_on_a_gpu_have_eight_rows_though_no_so_many_requests_run(max_num_seqs, options):
+    buckets = choose(max_num_seqs=max_num_seqs, **options)
+    assert buckets.decode_rows == (8,) and buckets.rows_apart == (() if "num_drafts" in options else (8,))
+    assert (buckets.max_rows, buckets.sample_rows) == (max_num_seqs, (max_num_seqs,))
+    assert choose(max_num_seqs=max_num_seqs, on_gpu=False).decode_rows[-1] == max_num_seqs
+
+
 def test_steps_of_long_prompts_have_sizes_of_their_own_above_those_beside_decodes():
     buckets = choose(max_num_seqs=8, max_num_batched_tokens=2500, max_num_prefill_tokens=8192)
     assert buckets.tokens[-6:] == (2048, 2500, 3072, 4096, 6144, 8192)

@@ -3,6 +3,7 @@
 import asyncio
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from tests.helpers.tiny_tokenizers import write_tokenizer
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server over a fake engine."""
+    """A server over a fake engine, which takes seconds for thousands of tokens."""
     core = fake_core(write_tokenizer(tmp_path_factory.mktemp("served")), max_model_len=8192)
+    core.before_step = lambda: time.sleep(0.001)
     with AsyncLLM(core=core) as engine, LiveServer.start(engine) as server:
         yield f"http://{server.host}:{server.port}"
 

@@ -16,6 +16,7 @@ from server.adapters import check_adapter_options, read_module
 from server.app import create_app
 from tests.helpers.fake_engine_core import FakeEngineCore
 from tests.helpers.scripted_core import fake_core
+from tests.helpers.waiting import wait_until
 from tests.server.client import Client, events
 from tests.server.conftest import options
 
@@ -155,8 +156,7 @@ def test_adapters_of_others_come_and_go(
         }
         monkeypatch.setattr("server.adapters.REFRESH_SECONDS", 0.0)
         assert client.complete(model="sql").status_code == 404
-        client.run(asyncio.sleep(0.05))
-        assert "this server has 'm'" in client.complete(model="sql").text
+        wait_until(lambda: "this server has 'm'" in client.complete(model="sql").text, "names are not fetched again")
         assert client.get("/v1/models/sql").status_code == 404
 
 

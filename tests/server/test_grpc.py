@@ -59,6 +59,10 @@ class Wire:
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(asyncio.wait_for(coroutine, 120))
 
+    def ask(self, method: str, request: Any) -> Any:
+        """The response to a request, which is made in the loop."""
+        return self.run(_plain(getattr(self.stub, method), request, KEY))
+
     def close(self) -> None:
         self.run(self.channel.close())
         self.run(self.server.stop(0))
@@ -151,7 +155,7 @@ def test_the_model_may_be_an_adapter(wire: Wire, core: FakeEngineCore, monkeypat
     monkeypatch.setitem(core.adapters, "sql", AdapterInfo("sql", "/sql", 8, 1024, False, "host"))
     wire.generate(text="hi", model="sql")
     assert core.requests[-1].options.adapter == "sql"
-    info = wire.run(wire.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=KEY))
+    info = wire.ask("GetModelInfo", pb.GetModelInfoRequest())
     assert info.served_names == ["m", "sql"]
 
 
@@ -308,9 +312,9 @@ def test_abort_ends_requests_of_the_same_key_alone(wire: Wire, core: FakeEngineC
 
 
 def test_model_and_server_tell_of_themselves(wire: Wire) -> None:
-    model = wire.run(wire.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=KEY))
+    model = wire.ask("GetModelInfo", pb.GetModelInfoRequest())
     assert (list(model.served_names), model.max_model_len, list(model.eos_token_ids)) == (["m"], 200, [1])
-    server = wire.run(wire.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=KEY))
+    server = wire.ask("GetServerInfo", pb.GetServerInfoRequest())
     assert (server.ready, server.num_running) == (True, 0)
     for method, request in ((wire.stub.GetModelInfo, pb.GetModelInfoRequest()), (wire.stub.Abort, pb.AbortRequest())):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -61,6 +61,7 @@ class DiskStore:
         """None: it has to be opened, or is being opened."""
         self._num_resets = 0
         self._is_opening = self._ends_epoch = False
+        self._opening_until = 0.0
         self.known = KnownFiles()
         self._listener: TierListener | None = None
         self._used_bytes = self._needed_bytes = 0
@@ -113,6 +114,12 @@ class DiskStore:
             self._finished.append(Transfer(number, [False] * len(names), 0.0))
             return
         self._begin(ReadTask, self._readers, folder, number, names, slots, 1)
+
+    def is_opening(self) -> bool:
+        if self._folder is not None:
+            return False
+        self._open_soon()
+        return time.monotonic() < self._opening_until
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         if (folder := self._folder) is None:
@@ -287,12 +294,12 @@ class DiskStore:
             try:
                 call()
             except Exception as error:  # whatever it is: without this thread the directory would never be read again
-                self._scan_at = time.monotonic() + PAUSE_SECONDS
+                self._scan_at, self._opening_until = time.monotonic() + PAUSE_SECONDS, 0.0
                 self._warn(f"{self._root} cannot be used now: {error}")
 
     def _open_soon(self) -> None:
         if not self._is_opening:
-            self._is_opening = True
+            self._is_opening, self._opening_until = True, time.monotonic() + WRITE_SECONDS
             self._calls.put(partial(self._open, self._num_resets))
 
     def _open(self, num_resets: int) -> None:

@@ -133,6 +133,9 @@ class OwnStore:
     def read(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
         self._begin(Read, self._readers, number, names, slots)
 
+    def is_opening(self) -> bool:
+        return not self._is_paused and self._known_prefix() is None
+
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         self._writers.give_up()
         if self._is_paused or self._num_writing >= self._max_writing or self._known_prefix() is None:

@@ -316,6 +316,9 @@ class PeerStore:
     def finished(self) -> list[Transfer]:
         return self._reads.take_finished()
 
+    def is_opening(self) -> bool:
+        return False
+
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         return False
 

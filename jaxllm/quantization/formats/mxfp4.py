@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Tensor
 from jaxllm.quantization.formats.patterns import begins, read_names
-from jaxllm.quantization.numbers import Scheme, Tiled
+from jaxllm.quantization.numbers import Scheme
 from jaxllm.weight_format import (
     WHOLE,
     Array,
@@ -68,8 +68,8 @@ class Mxfp4(WeightFormat):
     """Devices that layers are split over."""
     tiles: bool = False
     """Whether weights are in tiles."""
-    tiled: Tiled | None = None
-    """This weight in tiles; None: it is as stored."""
+    layout: Any = None
+    """The order of this weight's arrays, a `jaxllm.quantization.tiles.Tiled`; None: as stored."""
 
     weight_scheme: ClassVar[Scheme] = Scheme("e2m1", BLOCK, scale_type="uint8")
     methods: ClassVar[tuple[str, ...]] = ("mxfp4",)
@@ -111,13 +111,13 @@ class Mxfp4(WeightFormat):
 
     @property
     def stored_parts(self) -> Mapping[str, ParamSpec] | None:
-        return None if self.tiled is None else self.tiled.stored
+        return None if self.layout is None else self.layout.stored
 
     def laid_out(self, arrays: Arrays, parts: Mapping[str, ParamSpec], mesh: Any) -> Arrays:
-        from jaxllm.quantization import mxfp4, tiles
+        from jaxllm.quantization.mxfp4 import codes_and_scales
 
-        assert self.tiled is not None
-        return tiles.lay_out(arrays, self.tiled, parts, self.weight_scheme.number, mesh, mxfp4.codes_and_scales)
+        assert self.layout is not None
+        return self.layout.lay_out(arrays, parts, self.weight_scheme, mesh, codes_and_scales)
 
     @property
     def expert_type(self) -> str | None:
@@ -134,14 +134,14 @@ class Mxfp4(WeightFormat):
             return {WHOLE: plain}
         if not self.tiles:
             return self._declare_stored(plain)
-        from jaxllm.quantization import tiles
-
-        return tiles.declare(weight, self.weight_scheme, self._tiled(weight), self.size)
+        return self._tiled(weight).declare(weight, self.weight_scheme, self.size)
 
     def of(self, weight: WeightSpec) -> Self:
-        return replace(self, tiled=self._tiled(weight)) if self.tiles else self
+        return replace(self, layout=self._tiled(weight)) if self.tiles else self
 
-    def _tiled(self, weight: WeightSpec) -> Tiled:
+    def _tiled(self, weight: WeightSpec) -> Any:
+        from jaxllm.quantization.tiles import Tiled
+
         *lead, outputs, inputs = weight.plain.shape
         if weight.split_outputs is not None:
             outputs //= self.size
@@ -163,10 +163,8 @@ class Mxfp4(WeightFormat):
         }
 
     def operand(self, arrays: Arrays) -> Any:
-        if self.tiled is not None:
-            from jaxllm.quantization import tiles
-
-            return tiles.experts(arrays, self.weight_scheme.number)
+        if self.layout is not None:
+            return self.layout.operand(arrays, self.weight_scheme)
         from pallas_kernels.grouped_matmul import mxfp4
 
         return mxfp4.Mxfp4(arrays["words"], arrays["exponents"])

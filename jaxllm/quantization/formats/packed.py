@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from jaxllm.errors import ModelLoadError
 from jaxllm.layers.source import AnySource, Index, Source, Stacked, Tensor
 from jaxllm.quantization import numbers
 from jaxllm.quantization.formats.patterns import partly_covered
-from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Laned, Number, Scheme, Tiled
+from jaxllm.quantization.numbers import EXPONENT_BIAS, NO_EXPONENT, NUMBERS, Number, Scheme
 from jaxllm.weight_format import (
     Array,
     Arrays,
@@ -34,6 +34,15 @@ PART = ":"
 ReadPart = Callable[[str, Tensor], np.ndarray]
 _ROWS = 2048
 """Outputs that are widened at a time on the host."""
+
+
+class Layout(Protocol):
+    """The order in which a device has the arrays of a weight: `AsStored`, `Tiled` or `Laned` of `jaxllm/quantization/`, which import JAX.
+    Each has the methods of the products that weights in it are in."""
+
+    @property
+    def stored(self) -> Mapping[str, ParamSpec] | None:
+        """See `WeightFormat.stored_parts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +68,10 @@ class PackedFormat(WeightFormat):
     """That of the weight that this is the format of (`of`); None: of all."""
     transposed: bool = False
     """A checkpoint in no format has the inputs of this weight first."""
-    tiled: Tiled | None = None
-    """This weight in tiles; None: it is not."""
     lanes: bool = False
     """Whether weights of products are in the order of a CPU (`jaxllm.quantization.lanes`) where it takes them."""
-    laned: Laned | None = None
-    """This weight in lanes; None: it is not."""
+    layout: Layout | None = None
+    """The order of this weight's arrays; None: of the format of all."""
     has_kernels: bool = True
     """See `WeightSpec.has_kernels`, of this weight."""
 
@@ -117,64 +124,33 @@ class PackedFormat(WeightFormat):
 
     @property
     def stored_parts(self) -> Mapping[str, ParamSpec] | None:
-        laid_out = self.tiled or self.laned
-        return None if laid_out is None else laid_out.stored
+        return None if self.layout is None else self.layout.stored
 
     def laid_out(self, arrays: Arrays, parts: Mapping[str, ParamSpec], mesh: Any) -> Arrays:
-        from jaxllm.quantization import lanes
-        from jaxllm.quantization.tiles import lay_out
-
-        if self.laned is not None:
-            return lanes.lay_out(arrays, parts, mesh)
-        assert self.tiled is not None
-        return lay_out(arrays, self.tiled, parts, self._scheme.number, mesh)
+        return self._layout.lay_out(arrays, parts, self._scheme, mesh)
 
     def declare(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         stored = self._declare_stored(weight)
-        if (laned := self._laned(weight, stored)) is not None:
-            from jaxllm.quantization import lanes
+        layout: Any = self._layout_of(weight, stored)
+        return stored if layout.stored is None else layout.declare(weight, self._scheme_of(weight), self.size)
 
-            return lanes.declare(laned)
-        if (tiled := self._tiled(weight, stored)) is None:
-            return stored
-        from jaxllm.quantization import tiles
+    def _layout_of(self, weight: WeightSpec, stored: dict[str, ParamSpec] | None) -> Layout:
+        """The order of a weight's arrays. stored: see `_declare_stored`."""
+        from jaxllm.quantization.packed import AS_STORED
 
-        scheme = self._scheme_of(weight)
-        assert scheme is not None
-        return tiles.declare(weight, scheme, tiled, self.size)
+        found: Layout | None = None
+        if stored is not None:
+            scheme = self._scheme_of(weight)
+            assert scheme is not None
+            if self.lanes:
+                from jaxllm.quantization.lanes import Laned
 
-    def _tiled(self, weight: WeightSpec, stored: dict[str, ParamSpec] | None) -> Tiled | None:
-        """A weight in tiles; None: it stays as stored, because no kernel takes it. stored: see `_declare_stored`."""
-        if not self.tiles or stored is None or not weight.has_kernels:
-            return None
-        from jaxllm.quantization.tiles import takes
+                found = Laned.of(weight, scheme, stored, self.size)
+            elif self.tiles:
+                from jaxllm.quantization.tiles import Tiled
 
-        scheme = self._scheme_of(weight)
-        assert scheme is not None
-        num_lead = 0 if weight.modules else len(stored["scale"].shape) - 2
-        *outputs, num_groups = stored["scale"].shape[num_lead:]
-        num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
-        if weight.split_outputs is not None:
-            outputs[weight.split_outputs] //= self.size
-        if weight.splits_inputs:
-            num_inputs //= self.size
-            if num_groups == self.size > 1:
-                return None  # a device's one group would become a factor of outputs, which all devices share
-            num_groups = max(1, num_groups // self.size)
-        is_taken = takes(scheme, num_inputs, num_groups)
-        return Tiled(tuple(outputs), num_inputs, num_groups, num_lead, stored) if is_taken else None
-
-    def _laned(self, weight: WeightSpec, stored: dict[str, ParamSpec] | None) -> Laned | None:
-        """A weight in lanes; None: it is not, because it is none of a linear layer or head, devices split weights, or its numbers are
-        not converted many at a time."""
-        if not self.lanes or stored is None or not weight.modules or self.size > 1:
-            return None
-        from jaxllm.quantization.lanes import takes
-
-        scheme, outputs = self._scheme_of(weight), stored["scale"].shape[:-1]
-        assert scheme is not None
-        num_inputs = stored["codes"].shape[-1] * NUMBERS[scheme.number].per_value
-        return Laned(outputs, stored) if takes(scheme, math.prod(outputs), num_inputs) else None
+                found = Tiled.of(weight, scheme, stored, self.size)
+        return found or AS_STORED
 
     def _declare_stored(self, weight: WeightSpec) -> dict[str, ParamSpec] | None:
         plain, n = weight.plain, weight.num_contracted
@@ -230,7 +206,7 @@ class PackedFormat(WeightFormat):
         found = replace(
             self, weight_scheme=self._scheme_of(weight), transposed=tensor.transposed, has_kernels=weight.has_kernels
         )
-        return replace(found, tiled=self._tiled(weight, stored), laned=self._laned(weight, stored))
+        return replace(found, layout=self._layout_of(weight, stored))
 
     @property
     def _scheme(self) -> Scheme:
@@ -238,52 +214,38 @@ class PackedFormat(WeightFormat):
         return self.weight_scheme
 
     @property
+    def _layout(self) -> Any:
+        assert self.layout is not None, "the format of one weight"
+        return self.layout
+
+    @property
     def _number(self) -> Number:
         return NUMBERS[self._scheme.number]
 
     @property
     def widens_in_products(self) -> bool:
-        return self.computes and self.has_kernels and self.tiled is None and self.laned is None
+        return self.computes and self.has_kernels and self.stored_parts is None
 
     @property
     def widens_each(self) -> bool:
         return self.computes and not self.has_kernels
 
     def product(self, arrays: Arrays, x: Array, shards: Any, multiply: Multiply, *, weight_only: bool = False) -> Array:
-        from jaxllm.quantization import lanes, packed, tiles
-
-        if self.laned is not None:
-            return lanes.product(arrays, self._scheme, x, self.laned.outputs).astype(x.dtype)
-        if self.tiled is not None:
-            return tiles.product(arrays, self._scheme.number, x, self.tiled.outputs, multiply)
-        return packed.product(arrays, self._scheme, x, shards)
+        return self._layout.product(arrays, self._scheme, x, shards, multiply)
 
     def logits(self, arrays: Arrays, x: Array, multiply: Multiply) -> Array:
-        from jaxllm.quantization import lanes, packed, tiles
-
-        if self.laned is not None:
-            return lanes.product(arrays, self._scheme, x, self.laned.outputs)
-        if self.tiled is not None:
-            return tiles.product(arrays, self._scheme.number, x, self.tiled.outputs, multiply, "float32")
-        return packed.product(arrays, self._scheme, x, dtype="float32")
+        return self._layout.logits(arrays, self._scheme, x, multiply)
 
     def rows(self, arrays: Arrays, index: Array) -> Array:
-        from jaxllm.quantization import lanes, packed
-
-        if self.laned is not None:
-            return lanes.rows(arrays, self._scheme, index)
-        taken = {name: array.at[index].get(mode="clip") for name, array in arrays.items()}
-        return packed.widen(taken, self._scheme, "float32")
+        return self._layout.rows(arrays, self._scheme, index)
 
     def operand(self, arrays: Arrays) -> Any:
-        """Not in tiles: float32, which whoever takes it rounds to the model's type; without kernels `StoredExperts`."""
-        if self.tiled is not None:
-            from jaxllm.quantization.tiles import experts
+        """Without kernels `StoredExperts`, whatever the order."""
+        if self.has_kernels:
+            return self._layout.operand(arrays, self._scheme)
+        from jaxllm.quantization.packed import StoredExperts
 
-            return experts(arrays, self._scheme.number)
-        from jaxllm.quantization.packed import StoredExperts, widen
-
-        return widen(arrays, self._scheme, "float32") if self.has_kernels else StoredExperts(arrays, self._scheme)
+        return StoredExperts(arrays, self._scheme)
 
     def expected(self, parts: Mapping[str, ParamSpec], files: Files) -> dict[str, Expected]:
         found: dict[str, Expected] = {}

@@ -18,6 +18,7 @@ from jaxllm.kv_tiers.disk.block_file import PAGE_BYTES
 from jaxllm.kv_tiers.disk.folder import open_root
 from jaxllm.kv_tiers.disk.store import DiskStore
 from jaxllm.kv_tiers.pace import Pace
+from tests.helpers.waiting import wait_until
 from tests.kv_tiers.disk_engine import BLOCK_BYTES, FILE_BYTES, MODEL, NAMES, NUM_SLOTS, Memory, files
 
 
@@ -417,6 +418,34 @@ def test_weights_that_cannot_be_read_are_tried_again(make: Any, tmp_path: Path, 
     while engine._folder is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert engine._folder is not None
+    engine.close()
+
+
+def test_a_store_is_opening_until_it_is_open_or_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, failures = threading.Event(), [OSError(errno.EIO, "no answer")]
+
+    def describe() -> dict[str, Any]:
+        assert go_on.wait(60)
+        go_on.clear()
+        if failures:
+            raise failures.pop()
+        return MODEL
+
+    engine = DiskStore(open_root(tmp_path / "kv"), 1 << 30, Memory(), describe, lambda: None)
+    assert engine.is_opening() and not engine.write(1, NAMES[:1], [0])
+    go_on.set()
+    wait_until(lambda: not engine.is_opening())
+    assert engine._folder is None and not engine.write(1, NAMES[:1], [0]), "it is tried again after a pause"
+    engine.reset(external=False)
+    assert engine.is_opening()
+    go_on.set()
+    wait_until(lambda: not engine.is_opening())
+    assert engine._folder is not None and engine.write(1, NAMES[:1], [0])
+    monkeypatch.setattr(store, "WRITE_SECONDS", 0.01)
+    engine.reset(external=False)
+    wait_until(lambda: not engine.is_opening())
+    assert engine._folder is None, "a directory that does not answer is not waited for"
+    go_on.set()
     engine.close()
 
 

@@ -147,7 +147,7 @@ def test_an_engine_with_another_token_or_model_is_not_asked_again(one: Runner, m
         calls = []
         (store,) = decode.core._tiers[0]._stores._stores
         store._connect_to = lambda *args, **kwargs: (
-            calls.append(args) or connect(*args, own=store._own, memory=store._memory, peers=None, seconds=1.0, **kwargs)
+            calls.append(args) or connect(*args, own=store._own, memory=store._memory, peers=None, seconds=60.0, **kwargs)
         )
         for seed, answer in zip((1, 2), answers, strict=True):
             _, last = decode.decode(prompt_of(90, seed), answer)

@@ -12,7 +12,6 @@ import pytest
 
 from jaxllm.engine.fault_points import injected
 from jaxllm.kv_tiers.peers import client
-from jaxllm.kv_tiers.rates import Rates
 from jaxllm.kv_transfer import KVTransfer, read_kv_transfer
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
@@ -26,6 +25,7 @@ from tests.kv_tiers.peers.test_two_engines import (
     PREFILL,
     SEEDED,
     Runner,
+    drop_peers,
     have_ended,
     leases_of,
     make,
@@ -49,9 +49,8 @@ def engines() -> Iterator[tuple[Runner, Runner, Runner]]:
 
 
 @pytest.fixture(autouse=True)
-def no_leases(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leases of earlier tests are over, and nothing is left of this one. To load is faster than to compute, however small the model."""
-    monkeypatch.setattr(Rates, "is_worth_loading", lambda *_: True)
+def no_leases(engines: Any) -> Iterator[None]:
+    """Leases of earlier tests are over, and nothing is left of this one."""
     leases_of(engines[1]).end_all()
     yield
     for each in engines:
@@ -62,9 +61,7 @@ def no_leases(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def connect_over_tcp(decode: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """With new connections."""
     monkeypatch.setattr(client, "socket_name", lambda engine_id: "\0jaxllm-nowhere")
-    (store,) = decode.core._tiers[0]._stores._stores
-    for peer, _ in list(store._peers.values()):
-        store._drop(peer)
+    drop_peers(decode)
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "tcp"])
@@ -209,8 +206,13 @@ def test_requests_aborted_while_their_prompt_is_computed_leave_nothing(engines: 
 
 
 @pytest.mark.parametrize("cause", ["blocks are needed", "all is reset", "a step fails"])
-def test_a_request_that_loses_its_row_gets_its_states_again_or_computes(engines: Any, cause: str) -> None:
+def test_a_request_that_loses_its_row_gets_its_states_again_or_computes(
+    engines: Any, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, prefill, decode = engines
+    connect_over_tcp(
+        decode, monkeypatch
+    )  # else devices may read them from the prefill engine's memory, and they are nowhere else
     prompt = prompt_of(90, 130 + ord(cause[2]))
     wanted, _ = one.run(prompt)
     answer = prefill.prefill(prompt)

@@ -14,6 +14,12 @@ def test_references_into_the_schema_itself_are_followed() -> None:
         place = place.member("below").item()
 
 
+def test_a_declared_property_comes_before_others_of_an_earlier_choice() -> None:
+    texts, numbers = {"type": "string"}, {"type": "integer"}
+    place = SchemaPlace.of({"anyOf": [{"additionalProperties": texts}, {"properties": {"count": numbers}}]})
+    assert place.member("count").schema == numbers and place.member("else").schema == texts
+
+
 @pytest.mark.parametrize(
     "schema",
     [
