@@ -59,7 +59,7 @@ def pair(name: str = "qwen3", prefill: dict[str, Any] | None = None, decode: dic
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[Runner]:
+def one(little_to_collect: None) -> Iterator[Runner]:
     core = make_core("qwen3", shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS)
     yield Runner(core)
     core.shutdown()
@@ -167,6 +167,7 @@ CASES: list[list[Any]] = [
 
 
 @pytest.mark.parametrize("case", slow_except([], CASES), ids=str)
+@pytest.mark.usefixtures("little_to_collect")
 def test_tokens_are_those_of_one_engine(case: list[Any]) -> None:
     name, prefill_options, decode_options = case
     shared = {key: value for key, value in decode_options.items() if key == "kv_cache_dtype"}
