@@ -155,6 +155,13 @@ def _cache_of_compiled_programs() -> Iterator[None]:
         use_cache_of_compiled_programs(jax)
 
 
+@pytest.fixture(scope="module")
+def little_to_collect() -> None:
+    """What other files' tests have left is not searched for garbage: at the end of a run a collection of it takes a second or two."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _untouched_log() -> Iterator[None]:
     """Commands that run in the tests' process set up the log, which would hide its messages from `caplog` in later tests."""

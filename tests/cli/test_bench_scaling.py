@@ -63,7 +63,8 @@ def test_the_demo_model_on_two_cpu_devices(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with four H200s, as tests/helpers/fake_scaling_child.py plays it."""
+    """A machine with four H200s, as tests/helpers/fake_scaling_child.py plays it. Without charts: the test above draws some."""
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
     monkeypatch.setattr(processes, "run_child", fake_scaling_child.run_child)
     monkeypatch.setattr("jaxllm.cli.bench_scaling.find_devices", lambda variables: fake_scaling_child.DEVICES)
 

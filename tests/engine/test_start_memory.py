@@ -10,7 +10,7 @@ from jaxllm.errors import OutOfMemoryError
 from jaxllm.runner.runner import ModelRunner
 from tests.helpers import engines, goldens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_to_collect")]
 
 DEVICE = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes"
 NCCL = "INTERNAL: NCCL operation ncclCommInitRankConfig failed: Cuda failure 2 'out of memory'"

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,13 +50,25 @@ def golden(name: str) -> Golden:
 
 def of_one_layer(golden: str, directory: Path) -> Path:
     """The first layer of a golden as a checkpoint: engines of it compile half as much."""
+    return of_layers(golden, directory, [0])
+
+
+def of_layers(golden: str, directory: Path, layers: Sequence[int]) -> Path:
+    """Some layers of a golden as a checkpoint."""
     source = safetensors.Checkpoint(FOLDER / golden)
-    tensors = {name: source.tensor(name) for name in source.entries if ".layers.1." not in name}
+    tensors = {}
+    for name in source.entries:
+        before, is_layer, after = name.partition(".layers.")
+        number, _, rest = after.partition(".")
+        if not is_layer:
+            tensors[name] = source.tensor(name)
+        elif int(number) in layers:
+            tensors[f"{before}.layers.{layers.index(int(number))}.{rest}"] = source.tensor(name)
     directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(directory / "model.safetensors", tensors)
     config = json.loads((FOLDER / golden / "config.json").read_text())
-    kinds = {"layer_types": config["layer_types"][:1]} if "layer_types" in config else {}
-    (directory / "config.json").write_text(json.dumps(config | kinds | {"num_hidden_layers": 1}))
+    kinds = {"layer_types": [config["layer_types"][layer] for layer in layers]} if "layer_types" in config else {}
+    (directory / "config.json").write_text(json.dumps(config | kinds | {"num_hidden_layers": len(layers)}))
     return directory
 
 

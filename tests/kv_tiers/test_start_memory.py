@@ -52,6 +52,7 @@ def _link(path: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_to_collect")
 @pytest.mark.parametrize(
     ("fault", "error", "told", "options"),
     [
@@ -83,6 +84,7 @@ def test_a_start_without_memory_is_told_and_holds_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_to_collect")
 def test_an_engine_without_memory_to_wake_up_stays_asleep_and_one_that_starts_over_ends() -> None:
     prompts = make_prompts(4)
     wanted = expected("qwen3", prompts)

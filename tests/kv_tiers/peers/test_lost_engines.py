@@ -20,6 +20,7 @@ from jaxllm.kv_tiers.peers import client, peer_store, server
 from jaxllm.kv_tiers.peers.server import Server
 from jaxllm.kv_transfer import read_kv_transfer
 from jaxllm.request import ErrorKind, FinishReason
+from tests.helpers import goldens
 from tests.helpers.engines import make_core
 from tests.helpers.slow import slow_except
 from tests.helpers.waiting import wait_until
@@ -59,7 +60,7 @@ def pair(name: str = "qwen3", prefill: dict[str, Any] | None = None, decode: dic
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[Runner]:
+def one(little_to_collect: None) -> Iterator[Runner]:
     core = make_core("qwen3", shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS)
     yield Runner(core)
     core.shutdown()
@@ -162,16 +163,19 @@ CASES: list[list[Any]] = [
         {"max_num_batched_tokens": 32, "token_buckets": (32,), "kv_cache_dtype": "fp8"},
         {"tensor_parallel_size": 2, "async_scheduling": False, "kv_cache_dtype": "fp8"},
     ],
-    ["gemma3", SPLIT, {**SPLIT, "tensor_parallel_size": 2}],
+    ["gemma3", SPLIT, {**SPLIT, "tensor_parallel_size": 2}],  # of a layer with a window and one without
 ]
 
 
 @pytest.mark.parametrize("case", slow_except([], CASES), ids=str)
-def test_tokens_are_those_of_one_engine(case: list[Any]) -> None:
+@pytest.mark.usefixtures("little_to_collect")
+def test_tokens_are_those_of_one_engine(case: list[Any], tmp_path: Path) -> None:
     name, prefill_options, decode_options = case
     shared = {key: value for key, value in decode_options.items() if key == "kv_cache_dtype"}
+    if name == "gemma3":
+        shared["model"] = str(goldens.of_layers(name, tmp_path / name, [1, 2]))
     one = Runner(make_core(name, shares_programs=True, num_gpu_blocks_override=NUM_BLOCKS, **shared))
-    with pair(name, prefill_options, decode_options) as (prefill, decode):
+    with pair(name, {**prefill_options, **shared}, {**decode_options, **shared}) as (prefill, decode):
         for seed, params in enumerate((GREEDY, SEEDED, GREEDY)):
             prompt = prompt_of(90 + seed, seed)
             answer = prefill.prefill(prompt, params)

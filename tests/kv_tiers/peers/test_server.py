@@ -22,15 +22,8 @@ from tests.helpers.waiting import wait_until
 from tests.kv_tiers.fake_memory import BLOCK_BYTES, SLOT_BYTES, FakeMemory, Prefill, connected, identity, names_of, prefill
 
 
-@pytest.fixture(scope="module", autouse=True)
-def little_to_collect() -> None:
-    """Objects that other files' tests have left are not searched for garbage after each test, which takes 0.2 s."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
+def nothing_leaks(little_to_collect: None) -> Iterator[None]:
     """No thread of a server and no descriptor is left."""
     before = len(os.listdir("/proc/self/fd"))
     yield
