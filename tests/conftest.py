@@ -157,7 +157,7 @@ def _cache_of_compiled_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def little_to_collect() -> None:
-    """What other files' tests have left is not searched for garbage: at the end of a run a collection of it takes a second or two."""
+    """Exclude objects that tests of other files left from collections, each of which would take a second or two late in a run."""
     gc.collect()
     gc.freeze()
 

@@ -69,7 +69,7 @@ def two_hosts(
 
 
 def line_of(process: "subprocess.Popen[str]", errors: Path) -> str:
-    """What it told next."""
+    """The next value that the process wrote in a line beginning with "> ", as JSON."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("> "):
