@@ -89,31 +89,24 @@ class EncodeAudio(RankOp, frozen=True):
 
 
 class CopyBlocks(DeviceOp, frozen=True):
-    """A part of a copy between blocks and slots of host memory. Returns at once; when it is over, a `FinishedCopy` has its number."""
+    """A copy between blocks and slots of host memory, one for each block. Returns at once; when it is over, a `FinishedCopy` has its
+    number."""
 
     number: int
+    block_ids: list[int]
+    slots: list[int]
+
+
+class GatherBlocks(CopyBlocks, frozen=True):
+    """Read blocks into a staging buffer, and copy that to slots during the steps that follow."""
+
     staging: int
     """The staging buffer on the devices, which nothing else uses meanwhile."""
 
 
-class GatherBlocks(CopyBlocks, frozen=True):
-    """Read blocks into a staging buffer, and copy that to slots, one for each block, during the steps that follow."""
-
-    block_ids: list[int]
-    slots: list[int]
-
-
-class StageBlocks(CopyBlocks, frozen=True):
-    """Copy slots to a staging buffer, during any steps."""
-
-    slots: list[int]
-
-
-class ScatterBlocks(CopyBlocks, frozen=True):
-    """Write slots that were copied to a staging buffer into blocks, one for each slot. A device leaves a block as it is whose part was
-    damaged on its way."""
-
-    block_ids: list[int]
+class LoadBlocks(CopyBlocks, frozen=True):
+    """Copy slots into blocks once all steps dispatched before are done, during those that follow: none of these uses the blocks until the
+    copy is over. A device leaves a block as it is whose part was damaged on its way."""
 
 
 class StoreState(DeviceOp, frozen=True):
@@ -136,7 +129,7 @@ class FinishedCopy(NamedTuple):
 
     number: int
     is_right: Sequence[bool] = ()
-    """After `ScatterBlocks`: whether each block has its content."""
+    """After `LoadBlocks`: whether each block has its content."""
     seconds: float = 0.0
     """Time of the copy between host and devices."""
     error: Exception | None = None
@@ -153,8 +146,7 @@ AnyDeviceOp = (
     | UseItem
     | EncodeAudio
     | GatherBlocks
-    | StageBlocks
-    | ScatterBlocks
+    | LoadBlocks
     | StoreState
     | LoadState
 )

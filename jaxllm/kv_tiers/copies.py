@@ -15,7 +15,7 @@ class Copies(Protocol):
     def num_slots(self) -> int: ...
     @property
     def num_staging(self) -> int:
-        """Staging buffers."""
+        """Staging buffers for stores."""
 
     @property
     def max_blocks(self) -> int:
@@ -31,6 +31,10 @@ class Copies(Protocol):
 
     def wake(self) -> None:
         """Have `wait` return, or the next one at once. Any thread may call it."""
+
+    def cancel(self, number: int) -> None:
+        """Give a `LoadBlocks` up that a plan has carried: when this returns, nothing writes its blocks or reads its slots any more. Waits for
+        what is being copied just now. Whether the copy finishes is open."""
 
 
 class Worth(Protocol):
@@ -54,16 +58,15 @@ class StoreCopy:
 
 @dataclass(eq=False)
 class Part:
-    """As much of a load as a staging buffer holds."""
+    """As much of a load as one copy brings."""
 
     load: "Load"
     indices: list[int]
     """Indices of its blocks in the load."""
     block_ids: list[int]
     contents: list[Content]
-    staging: int = -1
     step_id: int = 0
-    """That of the plan that writes its blocks."""
+    """That of the plan that carries the copy."""
 
     def drop_missing(self) -> list[Content]:
         """Leave out the contents that were not read, and return them."""
@@ -89,15 +92,11 @@ class Load:
     is_right: list[bool]
     num_left: int
     """Parts that are not over."""
-    is_cancelled: bool = False
     waiting: list[Part] = field(default_factory=list)
-    """Parts without a staging buffer."""
-    staged: list[Part] = field(default_factory=list)
-    """Parts whose blocks the next plan writes."""
+    """Parts that no plan has carried."""
 
-    def next_part(self) -> Part | None:
-        """Take the first part without a staging buffer that has all its contents."""
-        for number, part in enumerate(self.waiting):
-            if not any(content.is_being_read for content in part.contents):
-                return self.waiting.pop(number)
-        return None
+    def take_parts(self) -> list[Part]:
+        """Take the parts, of those that no plan has carried, that have all their contents."""
+        ready = [part for part in self.waiting if not any(content.is_being_read for content in part.contents)]
+        self.waiting = [part for part in self.waiting if part not in ready]
+        return ready

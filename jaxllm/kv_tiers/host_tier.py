@@ -17,8 +17,8 @@ from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler.cache_tier import NOTHING, TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
-KEPT_FOR_LOADS = KEPT_FOR_STORES = 2
-"""Staging buffers that stores leave to loads, and loads to stores."""
+LOAD_COPIES = 32
+"""So many copies keep a load busy: more than are over between two plans, as a rule."""
 STEPS_AHEAD = 2
 """Contents are stored when so many of the largest steps may evict them."""
 WAIT_SHARE = 0.25
@@ -35,11 +35,11 @@ class HostTier:
     """Contents of blocks in slots of host memory.
 
     A store is a gather, by the next plan, and a copy behind it: its staging buffer is free when the copy is over, and its contents can be
-    loaded when the step of that plan is done too. A load is, for each part, a copy to a staging buffer and a scatter by a later plan, whose
-    verdict tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
+    loaded when the step of that plan is done too. A load is a copy for each part, which the next plan carries and later steps do not wait
+    for; its end tells whether the blocks have what was stored. What is loaded stays in its slot, so it is not stored again.
 
-    Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is staged, or
-    staged from slots that they lend.
+    Behind it there may be stores: they are offered what makes room next, and what they have is read into slots before it is loaded, or
+    loaded from slots that they lend.
     """
 
     patience_seconds = PATIENCE_SECONDS
@@ -59,7 +59,7 @@ class HostTier:
         asked. writes_at_once: whether these are offered each content once it is ready."""
         self._copies, self._worth, self.num_cold, self._min_tokens = copies, worth, num_cold, min_tokens
         self.copy_blocks = copies.max_blocks
-        self.load_blocks = max(1, copies.num_staging - KEPT_FOR_STORES) * copies.max_blocks
+        self.load_blocks = LOAD_COPIES * copies.max_blocks
         self.contents = Contents(copies.num_slots, protected_share, self._note_change)
         self._listener: TierListener | None = None
         self.changed: set[bytes] | None = None
@@ -71,7 +71,7 @@ class HostTier:
         """Stores whose copy is under way, by its number."""
         self._stored: deque[StoreCopy] = deque()
         """Stores whose copy is over and whose step may not be done."""
-        self._loads = Loads(copies, worth, self.contents, self._stores, self._numbers, self._free_staging)
+        self._loads = Loads(copies, worth, self.contents, self._stores, self._numbers)
         self._over: list[FinishedCopy] = []
         """Copies that are over and not processed. One that failed stays while its step is not done."""
         self._step_id = self._done_step_id = 0
@@ -129,7 +129,7 @@ class HostTier:
     def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
         ops, num_left = self._store(block_ids, names, used)
         if num_left:
-            self._lost.note(num_left, for_slots=len(self._free_staging) > KEPT_FOR_LOADS)
+            self._lost.note(num_left, for_slots=self.can_store)
         return ops
 
     def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
@@ -143,7 +143,7 @@ class HostTier:
         new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name in missing] if missing else []
         ops: list[AnyDeviceOp] = []
         num_taken = 0
-        while num_taken < len(new) and len(self._free_staging) > KEPT_FOR_LOADS:
+        while num_taken < len(new) and self.can_store:
             taken: list[tuple[Content, int]] = []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
                 if (content := self.contents.add(name, was_used=name in used)) is None:
@@ -157,13 +157,13 @@ class HostTier:
             self._allocated.add(len(contents))
             number, staging = next(self._numbers), self._free_staging.pop()
             self._gathering[number] = StoreCopy(contents, staging, self._step_id)
-            ops.append(GatherBlocks(number, staging, blocks, [content.slot for content in contents]))
+            ops.append(GatherBlocks(number, blocks, [content.slot for content in contents], staging))
         self._lost.note_stored(num_taken)
         return ops, len(new) - num_taken
 
     @property
     def can_store(self) -> bool:
-        return len(self._free_staging) > KEPT_FOR_LOADS
+        return bool(self._free_staging)
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
         return self.contents.missing(names)
@@ -176,9 +176,8 @@ class HostTier:
         self._loads.mark_wrong(set(names))
         self._stores.discard(names)
 
-    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
+    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self._step_id, self._done_step_id = step_id, done_step_id
-        self._loads.begin_step(step_id, decodes=decodes)
         if over := [*self._over, *self._copies.finished()]:
             self._over = []
             for copy in over:
@@ -188,19 +187,19 @@ class HostTier:
         if self._has_stores:
             self._stores.take_in()
             self._stores.write_ahead()
-        return self._loads.go_on() if self._loads.under_way else NOTHING
+        return TierStep((), self._loads.finished()) if self._loads.under_way else NOTHING
 
     @property
     def is_storing(self) -> bool:
         return self._stores.writes_at_once and (bool(self._gathering or self._stored) or self._stores.is_behind)
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
-        return self._loads.stages()
+        return self._loads.ops(self._step_id)
 
     def wait_for_stores(self, num_tokens: int) -> None:
         if not self._gathering:
             return
-        num_free = max(0, len(self._free_staging) - KEPT_FOR_LOADS) * self._copies.max_blocks
+        num_free = len(self._free_staging) * self._copies.max_blocks
         if num_free >= self.num_cold / STEPS_AHEAD:
             return
         deadline = time.monotonic() + WAIT_SHARE * self._worth.step_seconds(num_tokens)
@@ -213,9 +212,6 @@ class HostTier:
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         self._worth.note_step(num_tokens, seconds)
-
-    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
-        self._loads.note_decodes(ops, seconds)
 
     def forget(self, *, stored: bool, external: bool = False) -> None:
         if stored:
@@ -248,7 +244,7 @@ class HostTier:
         stats.host_block_counts, stats.num_allocated_host_slots = tuple(self._allocated.counts), int(self._allocated.sum)
         stats.host_block_bytes = self._copies.block_bytes
         stats.num_written_host_slots = sum(len(store.contents) for store in (*self._gathering.values(), *self._stored))
-        stats.num_read_host_slots = sum(len(part.contents) for part in self._loads.parts_that_read())
+        stats.num_read_host_slots = sum(1 for _ in self._loads.contents_to_read())
         self._stores.add_stats(stats)
 
     def close(self) -> None:
@@ -275,11 +271,11 @@ class HostTier:
         """A copy is over. Raises its error; those of copies that are forgotten came with the failure of a step."""
         number = copy.number
         if copy.error is not None:
-            planned = self._gathering.get(number) or self._loads.writing.get(number)
+            planned = self._gathering.get(number) or self._loads.copying.get(number)
             if planned is not None and planned.step_id > self._done_step_id:
                 # An earlier step may be why. It says so itself, and with that which requests it had.
                 self._over.append(copy)
-            elif planned is not None or number in self._loads.staging:
+            elif planned is not None:
                 raise copy.error
         elif (store := self._gathering.pop(number, None)) is not None:
             self._free_staging.append(store.staging)
@@ -304,10 +300,8 @@ class HostTier:
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, buffers and copies disagree."""
         used = self._lasting_uses()
-        stores = (*self._gathering.values(), *self._stored)
-        for contents in (*(store.contents for store in stores), *(part.contents for part in self._loads.parts_that_read())):
-            for content in contents:
-                used[content] += 1
+        used.update(content for store in (*self._gathering.values(), *self._stored) for content in store.contents)
+        used.update(self._loads.contents_to_read())
         self.contents.check_integrity(used)
-        buffers = [*(store.staging for store in self._gathering.values()), *self._loads.buffers()]
+        buffers = [store.staging for store in self._gathering.values()]
         assert sorted([*self._free_staging, *buffers]) == list(range(self._copies.num_staging)), "a staging buffer is lost"

@@ -1,43 +1,25 @@
-"""The loads of a host tier: parts are copied from slots to staging buffers, and written to blocks by a later plan."""
+"""The loads of a host tier: parts are copied from slots to blocks while steps run."""
 
 from collections.abc import Collection, Iterator, Sequence
 
-from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, ScatterBlocks, StageBlocks
-from jaxllm.kv_tiers.contents import Contents
+from jaxllm.device_ops import AnyDeviceOp, FinishedCopy, LoadBlocks
+from jaxllm.kv_tiers.contents import Content, Contents
 from jaxllm.kv_tiers.copies import Copies, Load, Part, Worth
 from jaxllm.kv_tiers.copy_counts import CopyCounts
-from jaxllm.kv_tiers.copy_pace import CopyPace
 from jaxllm.kv_tiers.stores import Stores
 from jaxllm.log import logger
-from jaxllm.scheduler.cache_tier import TierStep
-
-_OF_LOADS = (StageBlocks, ScatterBlocks)
 
 
 class Loads:
-    """Loads under way. Each has one use of its contents until they are staged."""
+    """Loads under way. Each has one use of its contents until its blocks are written."""
 
-    def __init__(
-        self,
-        copies: Copies,
-        worth: Worth,
-        contents: Contents,
-        stores: Stores,
-        numbers: Iterator[int],
-        free_staging: list[int],
-    ):
-        """stores: behind host memory. numbers: of copies and loads. free_staging: buffers, which loads take and give back."""
+    def __init__(self, copies: Copies, worth: Worth, contents: Contents, stores: Stores, numbers: Iterator[int]):
+        """stores: behind host memory. numbers: of copies and loads."""
         self._copies, self._worth, self._contents, self._stores = copies, worth, contents, stores
-        self._numbers, self._free_staging = numbers, free_staging
+        self._numbers = numbers
         self.under_way: dict[int, Load] = {}
-        self.staging: dict[int, Part] = {}
-        """Parts, also of cancelled loads, that are copied to a staging buffer, by the number of the copy."""
-        self.writing: dict[int, Part] = {}
-        """Parts whose blocks are written, by the number of the copy."""
-        self._step_id = 0
-        self._pace = CopyPace(copies.max_blocks)
-        self._most_copied: int | None = None
-        """Most blocks that the step which is being planned stages, and most that it writes, unless one part has more; None: any number."""
+        self.copying: dict[int, Part] = {}
+        """Parts that plans have carried, by the number of the copy."""
         self.num_loaded = self.num_damaged = 0
         self.counted = CopyCounts()
 
@@ -66,10 +48,12 @@ class Loads:
 
     def cancel(self, load_id: int) -> None:
         load = self.under_way.pop(load_id)
-        load.is_cancelled = True
         for part in load.waiting:
             self._contents.release_all(part.contents)
-        self._free_staging += [part.staging for part in load.staged]
+        for number, part in list(self.copying.items()):
+            if part.load is load:
+                self._copies.cancel(number)
+                self._contents.release_all(self.copying.pop(number).contents)
 
     def cancel_all(self) -> None:
         """Cancel all loads."""
@@ -78,41 +62,29 @@ class Loads:
 
     def clear(self) -> None:
         """Forget all, with the copies under way: they may never have begun."""
-        for copies in (self.under_way, self.staging, self.writing):
-            copies.clear()
+        self.under_way.clear()
+        self.copying.clear()
 
     def mark_wrong(self, names: Collection[bytes]) -> None:
-        """These contents were computed wrongly. The slots of those that are staged may have other contents by now."""
-        for part in (*self.parts_that_read(), *self._parts_on_devices()):
-            for content in part.contents:
-                content.is_wrong |= content.name in names
+        """These contents were computed wrongly."""
+        for content in self.contents_to_read():
+            content.is_wrong |= content.name in names
 
     # Steps
 
-    def begin_step(self, step_id: int, *, decodes: bool) -> None:
-        """See CacheTier."""
-        self._step_id = step_id
-        self._most_copied = self._pace.most if decodes and self.under_way else None
-
-    def go_on(self) -> TierStep:
-        """Write what is staged, and report the loads that are over."""
-        loaded = [(load.number, load.is_right) for load in self.under_way.values() if not load.num_left]
-        for number, _ in loaded:
+    def finished(self) -> list[tuple[int, Sequence[bool]]]:
+        """Take the loads that are over, with whether each block has its content."""
+        over = [(load.number, load.is_right) for load in self.under_way.values() if not load.num_left]
+        for number, _ in over:
             del self.under_way[number]
-        return TierStep(self._scatters(), loaded)
+        return over
 
     def take_in(self, copy: FinishedCopy) -> None:
         """Process a copy that is over without error. Copies that are forgotten are ignored."""
-        if (part := self.staging.pop(copy.number, None)) is not None:
+        if (part := self.copying.pop(copy.number, None)) is not None:
             self._contents.release_all(part.contents)
             self._worth.note_copy(len(part.contents), copy.seconds)
             self.counted.note(len(part.contents) * self._copies.block_bytes, copy.seconds)
-            if part.load.is_cancelled:
-                self._free_staging.append(part.staging)
-            else:
-                part.load.staged.append(part)
-        elif (part := self.writing.pop(copy.number, None)) is not None:
-            self._free_staging.append(part.staging)
             self._end_part(part, copy.is_right)
 
     def _end_part(self, part: Part, is_right: Sequence[bool]) -> None:
@@ -130,57 +102,25 @@ class Loads:
             part.load.is_right[index] = not content.is_wrong
         part.load.num_left -= 1
 
-    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
-        """See CacheTier."""
-        counts = (
-            len(op.slots) if isinstance(op, StageBlocks) else len(op.block_ids) for op in ops if isinstance(op, _OF_LOADS)
-        )
-        self._pace.note(sum(counts), seconds)
-
-    def _scatters(self) -> list[AnyDeviceOp]:
-        """Write the parts that are staged, or as many as the step may."""
+    def ops(self, step_id: int) -> list[AnyDeviceOp]:
+        """The copies that the plan of this step carries: all whose contents are in host memory, those of the earliest loads first."""
         ops: list[AnyDeviceOp] = []
-        num_blocks = 0
         for load in self.under_way.values():
-            while load.staged and self._may_copy(num_blocks, load.staged[0]):
-                part, number = load.staged.pop(0), next(self._numbers)
-                num_blocks += len(part.contents)
-                self.writing[number], part.step_id = part, self._step_id
-                ops.append(ScatterBlocks(number, part.staging, part.block_ids))
-        return ops
-
-    def _may_copy(self, num_blocks: int, part: Part) -> bool:
-        """Whether a step that copies so many blocks may copy a part too."""
-        return not num_blocks or self._most_copied is None or num_blocks + len(part.contents) <= self._most_copied
-
-    def stages(self) -> list[AnyDeviceOp]:
-        """Stage as many parts as there are buffers, those of the earliest loads first."""
-        ops: list[AnyDeviceOp] = []
-        num_blocks = 0
-        for load in self.under_way.values():
-            while self._free_staging and (part := load.next_part()) is not None:
-                if not self._may_copy(num_blocks, part):
-                    load.waiting.insert(0, part)
-                    return ops
+            for part in load.take_parts() if load.waiting else ():
                 self._contents.release_all(part.drop_missing())
                 if not part.contents:
                     load.num_left -= 1
                     continue
                 part.sort()
-                num_blocks += len(part.contents)
-                number, part.staging = next(self._numbers), self._free_staging.pop()
-                self.staging[number] = part
-                ops.append(StageBlocks(number, part.staging, [each.slot for each in part.contents]))
+                number, part.step_id = next(self._numbers), step_id
+                self.copying[number] = part
+                ops.append(LoadBlocks(number, part.block_ids, [each.slot for each in part.contents]))
         return ops
 
-    def parts_that_read(self) -> list[Part]:
-        """The parts of loads whose slots copies read, or will."""
-        return [*(part for load in self.under_way.values() for part in load.waiting), *self.staging.values()]
-
-    def _parts_on_devices(self) -> list[Part]:
-        """The parts of loads that are staged, whose slots nothing reads any more."""
-        return [*(part for load in self.under_way.values() for part in load.staged), *self.writing.values()]
-
-    def buffers(self) -> list[int]:
-        """The staging buffers in use."""
-        return [part.staging for part in (*self.staging.values(), *self._parts_on_devices())]
+    def contents_to_read(self) -> Iterator[Content]:
+        """The contents of loads whose slots copies read, or will."""
+        for load in self.under_way.values():
+            for part in load.waiting:
+                yield from part.contents
+        for part in self.copying.values():
+            yield from part.contents

@@ -23,11 +23,11 @@ NOTHING = TierStep()
 
 
 class CacheTier(Protocol):
-    """A store of block contents by name (`block_hash`). The step loop's thread calls all methods, and none may wait, but for `wait` and
-    `wait_for_stores`.
+    """A store of block contents by name (`block_hash`). The step loop's thread calls all methods, and none may wait, but for `wait`,
+    `wait_for_stores` and, for a copy that is being made, `cancel`.
 
-    A tier touches blocks through ops alone. Devices run plans in order, so a block may have another owner as soon as no further op for
-    it comes.
+    A tier touches blocks through ops alone. Devices run plans in order, so a block that is read may have another owner at once; a load
+    has its blocks until it is over or `cancel` returns.
     """
 
     patience_seconds: float
@@ -66,7 +66,7 @@ class CacheTier(Protocol):
         """Begin to load contents into blocks with no other user until `begin_step` reports the load. Returns its number."""
 
     def cancel(self, load_id: int) -> None:
-        """Give a load up: no op for its blocks comes from now on, and no report."""
+        """Give a load up: from now on nothing writes its blocks, and no report comes."""
 
     def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
         """These contents leave the pool in the step being planned. Returns what reads their blocks before that step writes them; nothing
@@ -86,9 +86,8 @@ class CacheTier(Protocol):
     def discard(self, names: Sequence[bytes]) -> None:
         """These contents were computed wrongly."""
 
-    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
-        """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens.
-        decodes: requests wait for tokens that the step draws, so it should not take much longer."""
+    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
+        """A step is about to be planned, and the results of all up to `done_step_id` are known. The ops run even if it has no tokens."""
 
     @property
     def is_storing(self) -> bool:
@@ -96,7 +95,8 @@ class CacheTier(Protocol):
         requests. Only where contents are stored as soon as they are computed."""
 
     def end_step(self) -> Sequence[AnyDeviceOp]:
-        """The step is planned. Returns operations of the loads that began with it, which come before all others of the step."""
+        """The step is planned. Returns operations of the loads that began with it, which come behind all others of the step: what their
+        blocks had is read first."""
 
     def wait_for_stores(self, num_tokens: int) -> None:
         """A step of so many tokens is computed. If earlier stores leave too little room for what the next one may evict: return when they
@@ -107,9 +107,6 @@ class CacheTier(Protocol):
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long, some of them of prompts."""
-
-    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
-        """A step of decodes alone, with these operations, took so long."""
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add its numbers."""

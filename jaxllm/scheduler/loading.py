@@ -79,8 +79,8 @@ class Loading:
 
     # Steps
 
-    def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False, decodes: bool = False) -> None:
-        """A step is about to be planned: process what has arrived. others_run: whether any request runs. decodes: see CacheTier."""
+    def begin_step(self, step_id: int, done_step_id: int, *, others_run: bool = False) -> None:
+        """A step is about to be planned: process what has arrived. others_run: whether any request runs."""
         now = time.monotonic()
         self._seconds += min(now - self._step_at, _LONGEST_STEP_SECONDS)
         self._step_at = now
@@ -88,7 +88,7 @@ class Loading:
         self._ops = []
         self._keeps_waiting = False
         for tier in self._tiers:
-            found = tier.begin_step(step_id, done_step_id, decodes=decodes)
+            found = tier.begin_step(step_id, done_step_id)
             if found is not NOTHING:
                 self._ops += found.ops
                 self._end_loaded(tier, found.loaded)
@@ -118,9 +118,9 @@ class Loading:
         if not self._tiers:
             return []
         self._ops += self._storing.end_step()
-        # Those that begin copies at once come before those whose programs take the host's time to launch.
-        ops = [op for tier in self._tiers for op in tier.end_step()] if self._loads else []
-        ops, self._ops = [*ops, *self._ops], []
+        if self._loads:
+            self._ops += [op for tier in self._tiers for op in tier.end_step()]
+        ops, self._ops = self._ops, []
         return ops
 
     def _end_copy(self, load: Load, copy: Copy, is_right: Iterable[bool]) -> None:
@@ -366,13 +366,9 @@ class Loading:
             tier.forget(stored=stored, external=external)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """See CacheTier, as for the next one."""
+        """See CacheTier."""
         for tier in self._tiers:
             tier.note_step(num_tokens, seconds)
-
-    def note_decodes(self, ops: Sequence[AnyDeviceOp], seconds: float) -> None:
-        for tier in self._tiers:
-            tier.note_decodes(ops, seconds)
 
     @property
     def is_loading(self) -> bool:

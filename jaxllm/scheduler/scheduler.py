@@ -62,10 +62,7 @@ class Scheduler(ScheduledRequests):
                 room.begin_step(decodes=decodes)
         loading = self.cache_manager.loading
         if loading.has_tiers:
-            decodes = loading.is_loading and self.decodes
-            loading.begin_step(
-                self._in_flight.latest_id + 1, self._in_flight.done_id, others_run=bool(self.running), decodes=decodes
-            )
+            loading.begin_step(self._in_flight.latest_id + 1, self._in_flight.done_id, others_run=bool(self.running))
         num_preemptions = self._totals.num_preemptions
         if most_drafts is None:
             most_drafts = 0 if self.drafts is None else self.drafts.most(self.num_contenders, self.running)
@@ -441,8 +438,6 @@ class Scheduler(ScheduledRequests):
             self.drafts.note_seconds(len(plan.rows), plan.num_drafts, seconds)
         if plan.num_tokens > len(plan.rows):  # decodes alone take as long with few
             self.cache_manager.loading.note_step(plan.num_tokens, seconds)
-        else:
-            self.cache_manager.loading.note_decodes(plan.ops, seconds)
 
     def wait_for_blocks(self, seconds: float) -> None:
         """Wait, for at most so long, for blocks that tiers load. Call it when there is nothing else to do."""

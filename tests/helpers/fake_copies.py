@@ -5,13 +5,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, LoadBlocks
 
 Block = list[Any]
 
 
 class FakeCopies:
-    """A transfer reads and writes when it is over, so whatever is used too early or given away too soon has something else."""
+    """A copy reads and writes when it is over, so whatever is used too early or given away too soon has something else. Blocks that a load
+    writes have nothing of use meanwhile."""
 
     block_bytes = 100
 
@@ -23,29 +24,32 @@ class FakeCopies:
         self.slots: list[tuple[Block, Block]] = [(["empty"], ["empty"])] * num_slots
         """The content of each slot, and what was stored."""
         self.staging: list[list[tuple[Block, Block]]] = [[]] * num_staging
-        self.threads: tuple[deque[CopyBlocks], ...] = (deque(), deque(), deque())
-        """Operations in order that wait for the end of a gather, of a transfer to the device, of a scatter."""
-        self.verdicts: dict[int, list[bool]] = {}
+        self.threads: tuple[deque[CopyBlocks], ...] = (deque(), deque())
+        """Stores and loads under way, in order."""
+        self.memory: list[Block] = []
+        """That of the latest operation's runner."""
         self.num_written = 0
         self.is_stuck = False
 
     def run(self, op: CopyBlocks, memory: list[Block]) -> None:
         """Run the part that comes in the order of steps."""
-        assert op.staging not in {other.staging for thread in self.threads for other in thread}, "a staging buffer is in use"
+        assert 0 < len(op.block_ids) == len(op.slots) <= self.max_blocks
+        self.memory = memory
         if isinstance(op, GatherBlocks):
-            assert 0 < len(op.block_ids) == len(op.slots) <= self.max_blocks
+            in_use = {other.staging for other in self.threads[0] if isinstance(other, GatherBlocks)}
+            assert op.staging not in in_use, "a staging buffer is in use"
             self.staging[op.staging] = [(list(memory[block]), list(memory[block])) for block in op.block_ids]
             self.threads[0].append(op)
-        elif isinstance(op, StageBlocks):
-            assert 0 < len(op.slots) <= self.max_blocks
+        elif isinstance(op, LoadBlocks):
+            for block in op.block_ids:
+                memory[block] = ["partly written"] * len(memory[block])
             self.threads[1].append(op)
-        elif isinstance(op, ScatterBlocks):
-            found = self.staging[op.staging]
-            self.verdicts[op.number] = [self.is_right(content, stored) for content, stored in found]
-            for block, (content, stored) in zip(op.block_ids, found, strict=True):
-                if self.is_right(content, stored):
-                    memory[block] = list(content)
-            self.threads[2].append(op)
+
+    def cancel(self, number: int) -> None:
+        """See Copies."""
+        kept = [op for op in self.threads[1] if op.number != number]
+        self.threads[1].clear()
+        self.threads[1].extend(kept)
 
     def is_right(self, content: Block, stored: Block) -> bool:
         """Whether the device finds that a content is what was stored."""
@@ -65,10 +69,12 @@ class FakeCopies:
             for slot, (content, stored) in zip(op.slots, self.staging[op.staging], strict=True):
                 is_damaged = self.rng.random() < self.share_damaged
                 self.slots[slot] = (["damaged"] if is_damaged else content, stored)
-        elif isinstance(op, StageBlocks):
-            self.staging[op.staging] = [self.slots[slot] for slot in op.slots]
         else:
-            verdict = self.verdicts.pop(op.number)
+            found = [self.slots[slot] for slot in op.slots]
+            verdict = [self.is_right(content, stored) for content, stored in found]
+            for block, (content, _), right in zip(op.block_ids, found, verdict, strict=True):
+                if right:
+                    self.memory[block] = list(content)
             self.num_written += sum(verdict)
         return FinishedCopy(op.number, verdict, 0.001)
 

@@ -150,10 +150,7 @@ class FakeTier:
             self.contents.pop(name, None)
             self.stores.pop(name, None)
 
-    def note_decodes(self, ops: Sequence[DeviceOp], seconds: float) -> None:
-        """See CacheTier."""
-
-    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
+    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
         self.step_id = step_id
         for name, (stored_at, content) in list(self.stores.items()):
             if stored_at <= done_step_id:

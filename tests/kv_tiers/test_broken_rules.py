@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxllm.kv_tiers.contents import Contents
+from jaxllm.kv_tiers.copies import Load, Part
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.loads import Loads
 from jaxllm.kv_tiers.stores import Stores
@@ -28,7 +29,7 @@ class Edit(NamedTuple):
     new: str
 
 
-ADD_PART, END_PART = "self.staging[number] = part", "self._end_part(part, copy.is_right)"
+END_PART = "self._end_part(part, copy.is_right)"
 RELEASE_READ = "self._contents.release_all(part.contents)"
 RULES: dict[str, list[Edit]] = {
     "evicted contents are read before the step that writes their blocks": [
@@ -51,10 +52,6 @@ RULES: dict[str, list[Edit]] = {
         Edit(HostTier, "_store", "ops.append(", "self._free_staging.append(staging); ops.append("),
         Edit(HostTier, "_take_in", "self._free_staging.append(store.staging)", "pass"),
     ],
-    "a load keeps its buffer until its blocks are written": [
-        Edit(Loads, "_scatters", "ops.append(", "self._free_staging.append(part.staging); ops.append("),
-        Edit(Loads, "take_in", f"self._free_staging.append(part.staging)\n            {END_PART}", END_PART),
-    ],
     "a content is ready once its step is done": [
         Edit(HostTier, "begin_step", "self._stored and self._stored[0].step_id <= done_step_id", "self._stored")
     ],
@@ -66,7 +63,8 @@ RULES: dict[str, list[Edit]] = {
         Edit(Loads, "begin", "self._contents.use(found.values())", "self._contents.protect(found.values())"),
         Edit(Loads, "take_in", RELEASE_READ, "pass"),
         Edit(Loads, "cancel", RELEASE_READ, "pass"),
-        Edit(Loads, "stages", "self._contents.release_all(part.drop_missing())", "part.drop_missing()"),
+        Edit(Loads, "cancel", "self._contents.release_all(self.copying.pop(number).contents)", "self.copying.pop(number)"),
+        Edit(Loads, "ops", "self._contents.release_all(part.drop_missing())", "part.drop_missing()"),
     ],
     "a slot that is written is held": [
         Edit(Contents, "add", "num_uses=1", "num_uses=0"),
@@ -78,15 +76,13 @@ RULES: dict[str, list[Edit]] = {
         Edit(Stores, "take_in", "self._contents.release(content)", "pass"),
     ],
     "blocks are written once their contents have arrived": [
-        Edit(Loads, "stages", ADD_PART, f"{ADD_PART}; load.staged.append(part)"),
-        Edit(Loads, "take_in", "part.load.staged.append(part)", "pass"),
+        Edit(Load, "take_parts", "if not any(content.is_being_read for content in part.contents)", ""),
+        Edit(Part, "drop_missing", "if not content.is_ready", "if False"),
     ],
-    "blocks that were given up are not written": [
-        Edit(Loads, "cancel", "load = self.under_way.pop(load_id)\n        load.is_cancelled = True", "return")
-    ],
+    "blocks that were given up are not written": [Edit(Loads, "cancel", "self._copies.cancel(number)", "pass")],
     "contents that are not what was stored are not used": [Edit(Loads, "_end_part", "if not right]", "if False]")],
     "contents are found once the devices say that they are right": [
-        Edit(Loads, "_scatters", "ops.append(", "self._end_part(part, [True] * len(part.contents)); ops.append("),
+        Edit(Loads, "ops", "ops.append(", "self._end_part(part, [True] * len(part.contents)); ops.append("),
         Edit(Loads, "take_in", END_PART, "pass"),
     ],
     "contents of lost steps are dropped": [
@@ -102,7 +98,6 @@ RULES: dict[str, list[Edit]] = {
         Edit(HostTier, "forget", "self._free_staging[:] = range(self._copies.num_staging)", "pass")
     ],
     "slots in use are not given away": [Edit(Contents, "_unused", "if not content.num_uses", "if True")],
-    "stores leave buffers to loads": [Edit(HostTier, "_store", "len(self._free_staging) > KEPT_FOR_LOADS", "True")],
     "plans wait for no copy": [
         Edit(
             HostTier,

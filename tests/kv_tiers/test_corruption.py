@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, StageBlocks
+from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, LoadBlocks
 from jaxllm.kv_tiers.disk.folder import open_root
 from jaxllm.kv_tiers.disk.store import DiskStore
 from jaxllm.kv_tiers.host_tier import HostTier
@@ -30,7 +30,7 @@ VOCAB, BLOCK, NUM_PROMPTS, PROMPT_TOKENS, NUM_OUTPUT = 50, 16, 12, 500, 2
 NUM_LOADED_TOKENS = 150_000 * TIMES
 NUM_SLOTS = 250
 """All prompts have 400 blocks, and the pool 100."""
-SHARE_IN_MEMORY, SHARE_IN_FILES = 0.1, 0.02
+SHARE_IN_MEMORY, SHARE_IN_FILES = 0.15, 0.03
 """Steps before which a bit changes."""
 
 
@@ -62,7 +62,7 @@ class ByteCopies(FakeCopies):
             for slot, (content, _) in zip(op.slots, self.staging[op.staging], strict=True):
                 self.words[slot] = content
                 self.sums[slot] = checksum(self.words[slot])
-        elif isinstance(op, StageBlocks):
+        elif isinstance(op, LoadBlocks):
             self.slots = [([], [])] * self.num_slots
             for slot in op.slots:
                 content = self.words[slot].copy()

@@ -13,7 +13,7 @@ from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import FinishReason, Request, RequestStatus
-from jaxllm.runner.features.block_copies.cuda import CudaError
+from jaxllm.runner.features.block_copies.cuda_libraries import CudaError
 from jaxllm.runner.features.block_copies.transfer import PlainTransfer
 from tests.helpers.core_client import Client, make_prompts
 from tests.helpers.fake_copies import AlwaysWorth, FakeCopies

@@ -17,7 +17,7 @@ from tests.scheduler.test_random_schedules import CHOICES, TIMES, run_load
 
 HOST_CHOICES: dict[str, list[Any]] = {
     "num_slots": [1, 4, 15, 60],
-    "num_staging": [3, 4, 9],
+    "num_staging": [1, 2, 7],
     "max_blocks": [1, 3, 8],
     "share_damaged": [0.0, 0.0, 0.2],
     "num_cold": [0, 3, 12],

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +18,17 @@ import pytest
 
 from jaxllm.cache_spec import CacheArray, CacheLayout
 from jaxllm.config import EngineConfig
-from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.device_ops import FinishedCopy, GatherBlocks, LoadBlocks
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.runner.block_format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies import arena as arena_module
-from jaxllm.runner.features.block_copies import cuda
+from jaxllm.runner.features.block_copies import cuda, cuda_libraries
 from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, check_memory, check_total
 from jaxllm.runner.features.block_copies.copier import BlockCopier
-from jaxllm.runner.features.block_copies.cuda import CudaError, CudaTransfer, runs
+from jaxllm.runner.features.block_copies.block_writer import Layout
+from jaxllm.runner.features.block_copies.cuda import CudaTransfer, runs
+from jaxllm.runner.features.block_copies.cuda_libraries import CudaError
 from jaxllm.runner.features.block_copies.programs import Gather
 from jaxllm.runner.features.block_copies.transfer import Waiting
 from jaxllm.runner.programs.key import ProgramKey
@@ -77,7 +79,7 @@ class Copied:
         """The caches: uint8 [blocks, heads, tokens, bytes]."""
         return [np.asarray(array).copy().view(np.uint8) for array in self.runner.caches]
 
-    def run(self, *ops: GatherBlocks | StageBlocks | ScatterBlocks) -> list[FinishedCopy]:
+    def run(self, *ops: GatherBlocks | LoadBlocks) -> list[FinishedCopy]:
         """Run operations in one plan, and wait for all."""
         self.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=ops)).result()
         found: list[FinishedCopy] = []
@@ -106,9 +108,8 @@ def copied(request: pytest.FixtureRequest) -> Iterator[Copied]:
 def test_blocks_come_back_as_they_were_and_others_stay(copied: Copied) -> None:
     before, slots = copied.bits(), copied.slots(25)
     sources, targets = list(range(5, 30)), list(range(62, 37, -1))
-    copied.run(GatherBlocks(1, 0, sources, slots))
-    copied.run(StageBlocks(2, 3, slots))
-    (copy,) = copied.run(ScatterBlocks(3, 3, targets))
+    copied.run(GatherBlocks(1, sources, slots, 0))
+    (copy,) = copied.run(LoadBlocks(3, targets, slots))
     assert copy.is_right == [True] * 25
     for old, new in zip(before, copied.bits(), strict=True):
         np.testing.assert_array_equal(new[targets], old[sources])
@@ -135,11 +136,10 @@ def test_a_copy_to_the_host_begins_while_the_one_before_it_runs(copied: Copied, 
 
     monkeypatch.setattr(transfer, "to_host", begin)
     bits, slots = copied.bits(), [[0, 1, 2], [3, 4]]
-    copied.run(GatherBlocks(1, 0, [5, 6, 7], slots[0]), GatherBlocks(2, 1, [8, 9], slots[1]))
+    copied.run(GatherBlocks(1, [5, 6, 7], slots[0], 0), GatherBlocks(2, [8, 9], slots[1], 1))
     assert begun == slots
     monkeypatch.undo()
-    copied.run(StageBlocks(3, 2, [0, 1, 2, 3, 4]))
-    (copy,) = copied.run(ScatterBlocks(4, 2, [30, 31, 32, 33, 34]))
+    (copy,) = copied.run(LoadBlocks(4, [30, 31, 32, 33, 34], [0, 1, 2, 3, 4]))
     assert copy.is_right == [True] * 5
     for old, new in zip(bits, copied.bits(), strict=True):
         np.testing.assert_array_equal(new[30:35], old[5:10])
@@ -148,7 +148,7 @@ def test_a_copy_to_the_host_begins_while_the_one_before_it_runs(copied: Copied, 
 def test_slots_have_the_same_bytes_whatever_devices_hold(copied: Copied) -> None:
     """[head][array][token][width], for each number of heads; of the first tokens first, where devices split these."""
     bits, slots = copied.bits(), copied.slots(3)
-    copied.run(GatherBlocks(1, 1, [7, 40, 9], slots))
+    copied.run(GatherBlocks(1, [7, 40, 9], slots, 1))
     format = copied.copier.format
     for slot, block in zip(slots, [7, 40, 9], strict=True):
         parts = []
@@ -163,11 +163,9 @@ def test_slots_have_the_same_bytes_whatever_devices_hold(copied: Copied) -> None
 
 def test_a_gather_reads_what_was_there_before_the_rest_of_its_plan(copied: Copied) -> None:
     before, (first, second) = copied.bits(), copied.slots(2)
-    copied.run(GatherBlocks(1, 0, [20], [first]))
-    copied.run(StageBlocks(2, 1, [first]))
-    copied.run(GatherBlocks(3, 0, [50], [second]), ScatterBlocks(4, 1, [50]), GatherBlocks(5, 2, [50], [first]))
-    copied.run(StageBlocks(6, 0, [second, first]))
-    copied.run(ScatterBlocks(7, 0, [51, 52]))
+    copied.run(GatherBlocks(1, [20], [first], 0))
+    copied.run(GatherBlocks(3, [50], [second], 0), LoadBlocks(4, [50], [first]))
+    copied.run(LoadBlocks(7, [51, 52], [second, first]))
     for old, new in zip(before, copied.bits(), strict=True):
         np.testing.assert_array_equal(new[[50, 51, 52]], old[[20, 50, 20]])
 
@@ -175,7 +173,7 @@ def test_a_gather_reads_what_was_there_before_the_rest_of_its_plan(copied: Copie
 @pytest.mark.parametrize("damage", ["a bit", "words swapped", "blocks swapped"])
 def test_damaged_contents_are_noticed_and_not_written(copied: Copied, damage: str) -> None:
     slots = copied.slots(4)
-    copied.run(GatherBlocks(1, 0, [10, 11, 12, 13], slots))
+    copied.run(GatherBlocks(1, [10, 11, 12, 13], slots, 0))
     words = copied.copier.arena.words
     wrong = [False, True, False, False]
     if damage == "a bit":
@@ -186,8 +184,7 @@ def test_damaged_contents_are_noticed_and_not_written(copied: Copied, damage: st
         words[[slots[1], slots[2]]] = words[[slots[2], slots[1]]]
         wrong[2] = True
     before = copied.bits()
-    copied.run(StageBlocks(2, 2, slots))
-    (copy,) = copied.run(ScatterBlocks(3, 2, [14, 15, 16, 17]))
+    (copy,) = copied.run(LoadBlocks(3, [14, 15, 16, 17], slots))
     assert [not is_right for is_right in copy.is_right] == wrong
     right = [index for index in range(4) if not wrong[index]]
     for old, new in zip(before, copied.bits(), strict=True):
@@ -201,7 +198,7 @@ def test_a_copy_from_a_slot_that_another_content_has_taken_is_noticed(copied: Co
     copier = copied.copier
     arena, targets = copier.arena, [3, 4]
     own = copied.slots(2)
-    copied.run(GatherBlocks(1, 0, [5, 6], own))
+    copied.run(GatherBlocks(1, [5, 6], own, 0))
     old, new = arena.sums[own]
     assert (old != new).any()
     region = copier.add_region(mmap.mmap(-1, 2 * arena.slot_bytes), threading.Event())
@@ -209,25 +206,22 @@ def test_a_copy_from_a_slot_that_another_content_has_taken_is_noticed(copied: Co
     assert lent is not None
     arena.regions[region].words[0] = arena.words[own[1]]  # its lease has ended before the copy began
     again = copier.slot(region, 0, new)
-    copied.run(StageBlocks(2, 1, [lent]))
-    (copy,) = copied.run(ScatterBlocks(3, 1, targets[:1]))
+    (copy,) = copied.run(LoadBlocks(3, targets[:1], [lent]))
     assert copy.is_right == [False] and again is None
     copier.give_back(lent)
     again = copier.slot(region, 0, new)
     assert again == lent == copier.slot(region, 0, new), "a content may be lent twice"
-    copied.run(StageBlocks(4, 1, [again]))
-    (copy,) = copied.run(ScatterBlocks(5, 1, targets[1:]))
+    (copy,) = copied.run(LoadBlocks(5, targets[1:], [again]))
     assert copy.is_right == [True]
     copier.remove_region(region)
 
 
 def test_slots_outlive_the_devices_memory(copied: Copied) -> None:
     before, slots = copied.bits(), copied.slots(2)
-    copied.run(GatherBlocks(1, 0, [3, 4], slots))
+    copied.run(GatherBlocks(1, [3, 4], slots, 0))
     copied.runner.memory("drop", "kv_cache")
     copied.runner.memory("restore", "kv_cache")
-    copied.run(StageBlocks(2, 0, slots))
-    copied.run(ScatterBlocks(3, 0, [8, 9]))
+    copied.run(LoadBlocks(3, [8, 9], slots))
     for old, new in zip(before, copied.bits(), strict=True):
         np.testing.assert_array_equal(new[[8, 9]], old[[3, 4]])
 
@@ -241,7 +235,7 @@ def test_a_load_that_fails_is_no_failure_of_the_step_with_which_it_begins(
 
     assert copied.copier._transfer is not None
     monkeypatch.setattr(copied.copier._transfer, "to_device", fail if when == "it begins" else lambda *_: fail)
-    copied.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=[StageBlocks(1, 0, copied.slots(2))])).result()
+    copied.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=[LoadBlocks(1, [8, 9], copied.slots(2))])).result()
     copied.copier.wait(10.0)
     (copy,) = copied.copier.finished()
     assert copy.number == 1 and str(copy.error) == "it broke"
@@ -260,14 +254,13 @@ def test_first_runs_of_programs_leave_copies_alone(copied: Copied, monkeypatch: 
 
     monkeypatch.setattr(transfer, "to_host", late)
     before, slots = copied.bits(), copied.slots(2)
-    copied.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=[GatherBlocks(1, 0, [3, 4], slots)])).result()
+    copied.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=[GatherBlocks(1, [3, 4], slots, 0)])).result()
     assert began.wait(10.0)
     for size in copier.sizes:
         key = ProgramKey(Gather.name, size)
         copier.run_on_nothing(key, copied.runner.program(key))
     assert [copy.error for copy in copier.finished()] == [None]
-    copied.run(StageBlocks(2, 0, slots))
-    copied.run(ScatterBlocks(3, 0, [8, 9]))
+    copied.run(LoadBlocks(3, [8, 9], slots))
     for old, new in zip(before, copied.bits(), strict=True):
         np.testing.assert_array_equal(new[[8, 9]], old[[3, 4]])
 
@@ -398,13 +391,51 @@ class FakeCuda:
         return 0
 
 
+class FakeWriter:
+    """A BlockWriter that does what its kernels do when it is waited for."""
+
+    num_failing = 0
+
+    def __init__(self, runtime: Any, format: BlockFormat, ordinal: int, max_rows: int, num_buffers: int):
+        self.layout, self.row_words, self.num_begun = Layout(format), format.part_words, 0
+
+    def begin(
+        self, buffer: int, rows: int, arrived: Any, block_ids: Sequence[int], sums_nH: np.ndarray, addresses: Sequence[int]
+    ) -> Callable[[], np.ndarray]:
+        if self.num_failing:
+            raise CudaError("it broke")
+        self.num_begun += 1
+        return lambda: self.write(rows, block_ids, sums_nH, self.layout.at(addresses))
+
+    def write(self, rows: int, block_ids: Sequence[int], sums_nH: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+        is_right, layout = np.ones(len(block_ids), bool), self.layout
+        words = np.ctypeslib.as_array(ctypes.cast(rows, ctypes.POINTER(ctypes.c_uint32)), (len(block_ids), self.row_words))
+        for row, (block, sums_H) in enumerate(zip(block_ids, sums_nH, strict=True)):
+            for head, (start, end) in enumerate(itertools.pairwise(layout.starts)):
+                weights = 2 * np.arange(end - start, dtype=np.uint32) + 1
+                is_right[row] &= (words[row, start:end] * weights).sum(dtype=np.uint32) == sums_H[head]
+            for piece in pieces if is_right[row] else ():
+                source = words[row, piece["from"] :][: piece["words"]]
+                ctypes.memmove(int(piece["to"]) + block * int(piece["block_bytes"]), source.ctypes.data, source.nbytes)
+        return is_right
+
+    def synchronize(self) -> None:
+        self.num_begun = 0
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+LAYOUT = CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8)
+
+
 def cuda_copies(
-    monkeypatch: pytest.MonkeyPatch, num_copies: int, num_devices: int = 2
+    monkeypatch: pytest.MonkeyPatch, num_copies: int, num_devices: int = 2, layout: CacheLayout = LAYOUT
 ) -> tuple[FakeCuda, Arena, CudaTransfer, jax.sharding.Sharding]:
     """10 slots, locked in pieces of 3, for blocks on 2 devices."""
-    layout = CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8)
     format, fake = BlockFormat.of(layout, num_devices, num_copies), FakeCuda()
-    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
+    monkeypatch.setattr(cuda_libraries, "load_runtime", lambda: (fake, fake))
+    monkeypatch.setattr(cuda, "BlockWriter", FakeWriter)
     monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096 + 100)
     arena = Arena(10 * 4096, format)
     arena.open()
@@ -412,7 +443,7 @@ def cuda_copies(
     return (
         fake,
         arena,
-        CudaTransfer(arena, format, list(range(num_devices))),
+        CudaTransfer(arena, format, list(range(num_devices)), max_rows=8, num_loads=2),
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices")),
     )
 
@@ -442,6 +473,41 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     fake.failing = "cudaHostUnregister"
     transfer.close()  # as far as it can
     assert not fake.locked and not fake.streams
+
+
+def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two devices, of arrays with different numbers of heads: as the program of CPUs writes them."""
+    arrays = (CacheArray(4, 8, "float32"), CacheArray(2, 24, "bfloat16"), CacheArray(4, 4, "bfloat16"))
+    fake, arena, transfer, place = cuda_copies(
+        monkeypatch, 1, layout=CacheLayout((), arrays, (), (), block_size=8, max_step_tokens=8)
+    )
+    format, rng, slots, blocks = transfer._format, np.random.default_rng(0), [7, 2, 3], [4, 0, 2]
+    caches = [[rng.standard_normal((6, a.num_heads // 2, 8, a.width)).astype(a.dtype) for a in arrays] for _ in range(2)]
+    sums = []
+    for device, of_device in enumerate(caches):
+        words, sums_nH = format.gather(list(map(jax.numpy.asarray, of_device)), np.array([1, 3, 5]))
+        arena.words[slots, device] = words
+        sums.append(np.array(sums_nH))
+    sums[1][2, -1] += 1
+    addresses = {device: tuple(each.ctypes.data for each in of_device) for device, of_device in enumerate(caches)}
+    zeros = jax.jit(lambda: jax.numpy.zeros((2, 8, format.part_words), np.uint32), out_shardings=place)
+    arguments = slots, blocks, np.stack(sums), addresses
+    before = [[each.copy() for each in of_device] for of_device in caches]
+    wait = transfer.load(1, jax.block_until_ready(zeros()), *arguments)
+    assert all((old == new).all() for pair in zip(before, caches, strict=True) for old, new in zip(*pair, strict=True))
+    is_right, seconds = wait()
+    assert is_right.tolist() == [True, True, False] and seconds > 0
+    for device, (old, new) in enumerate(zip(before, caches, strict=True)):
+        words = jax.numpy.asarray(arena.words[slots, device])
+        expected, _ = format.scatter(list(map(jax.numpy.asarray, old)), np.array(blocks), words, jax.numpy.asarray(sums[device]))
+        for one, other in zip(new, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+    monkeypatch.setattr(FakeWriter, "num_failing", 1)
+    with pytest.raises(CudaError, match="it broke"):
+        transfer.load(0, jax.block_until_ready(zeros()), *arguments)
+    assert not any(fake.streams.values()) and not fake.events, "a copy is under way"
+    assert not any(writer.num_begun for writer in transfer._writers.values())
+    transfer.close()
 
 
 def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +605,7 @@ def test_a_small_piece_tells_whether_memory_can_be_locked(
     monkeypatch: pytest.MonkeyPatch, limit: int, arena_bytes: int, expected: int
 ) -> None:
     fake, tried = FakeCuda(), list[int]()
-    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
+    monkeypatch.setattr(cuda_libraries, "load_runtime", lambda: (fake, fake))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     fake.cudaHostUnregister = lambda address: tried.append(fake.locked.pop(address.value or 0)) or 0  # type: ignore[method-assign]
     cuda.check_locking(arena_bytes, 0)
@@ -612,8 +678,9 @@ def test_host_memory_is_taken_once_by_runners_of_the_same_engine() -> None:
 def opening(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeCuda, BlockCopier]:
     """A copier on a GPU, whose memory other processes may map."""
     fake = FakeCuda()
-    format = BlockFormat.of(CacheLayout((), (CacheArray(2, 24, "bfloat16"),), (), (), block_size=8, max_step_tokens=8), 1)
-    monkeypatch.setattr(cuda, "_load", lambda: (fake, fake))
+    format = BlockFormat.of(LAYOUT, 1)
+    monkeypatch.setattr(cuda, "BlockWriter", FakeWriter)
+    monkeypatch.setattr(cuda_libraries, "load_runtime", lambda: (fake, fake))
     monkeypatch.setattr(cuda, "_REGISTERED_BYTES", 3 * 4096)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     runner = SimpleNamespace(shapes=SimpleNamespace(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("devices",))))
@@ -645,7 +712,7 @@ def test_a_thread_that_has_ended_ends_the_engine() -> None:
     copier = core.runner.op_runner(GatherBlocks)
     copier._threads[1]._calls.put(("no call", None))
     copier._threads[1]._thread.join()
-    copier.run(StageBlocks(1, 0, [0]))
+    copier.run(LoadBlocks(1, [8], [0]))
     core.add_request(make_request("a", [1, 2, 3], max_tokens=2).spec)
     with pytest.raises(EngineDeadError, match="kv-load, which copies blocks"):
         while core.has_unfinished_requests():

@@ -82,8 +82,8 @@ class PrefillTier(HostTier):
 
     # See CacheTier
 
-    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> TierStep:
-        step = super().begin_step(step_id, done_step_id, decodes=decodes)
+    def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
+        step = super().begin_step(step_id, done_step_id)
         for lease in self._leases.take_ended():
             self.contents.release_all(self._held.pop(lease))
         ops = self._store_wanted()

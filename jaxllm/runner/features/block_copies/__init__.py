@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layers.decoder import CausalLM
@@ -13,7 +15,7 @@ from jaxllm.parallel.mesh import context_size, tensor_size
 from jaxllm.parallel.topology import Topology
 from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies.arena import Arena, check_memory, check_total, slot_bytes
-from jaxllm.runner.features.block_copies.copier import BlockCopier
+from jaxllm.runner.features.block_copies.copier import LOAD_BUFFERS, BlockCopier
 from jaxllm.runner.features.block_copies.programs import STAGING_BYTES, Gather, Scatter, staging_bytes
 from jaxllm.runner.host_plan import HostPlan
 from jaxllm.runner.memory import MemoryPlan, device_limit, whole_cache
@@ -24,7 +26,7 @@ MIN_BUFFERS, MAX_BUFFERS = 4, 16
 """Fewest and most staging buffers."""
 _SHARE = 0.02
 """Largest share of a device's memory, for more than the fewest."""
-_BUFFERS_BESIDE = 3
+_BUFFERS_BESIDE = LOAD_BUFFERS + 1
 """Buffers in addition to those for the blocks of a step, for loads and for stores of blocks that leave unforeseen."""
 
 
@@ -42,7 +44,8 @@ class BlockCopies(StepFeature):
     """See Arena."""
 
     def programs(self) -> Sequence[ProgramKind]:
-        return [Gather(self.num_copies), Scatter(self.num_copies)]
+        gather = Gather(self.num_copies)
+        return [gather, Scatter(self.num_copies)] if jax.default_backend() == "cpu" else [gather]
 
     def op_runner(self, device: Any) -> BlockCopier:
         mesh = device.shapes.mesh

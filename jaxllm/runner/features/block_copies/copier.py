@@ -1,11 +1,13 @@
-"""Runs the parts of copies between blocks and host memory: programs in the order of steps, transfers in threads meanwhile."""
+"""Runs copies between blocks and host memory: programs in the order of steps, all else in threads meanwhile."""
 
 import contextlib
 import functools
 import mmap
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxllm.device_errors import is_out_of_memory
-from jaxllm.device_ops import CopyBlocks, DeviceOp, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.device_ops import CopyBlocks, DeviceOp, FinishedCopy, GatherBlocks, LoadBlocks
 from jaxllm.errors import EngineDeadError, OutOfMemoryError
 from jaxllm.parallel.arrays import delete
 from jaxllm.runner.block_format import BlockFormat
@@ -24,29 +26,41 @@ from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, place
 from jaxllm.runner.features.block_copies.cuda import CudaTransfer, check_client, check_locking
 from jaxllm.runner.features.block_copies.programs import Gather, Scatter, batch_sizes
 from jaxllm.runner.features.block_copies.short_turns import SHORT_TURNS
-from jaxllm.runner.features.block_copies.transfer import PlainTransfer, Transfer, Waiting
+from jaxllm.runner.features.block_copies.transfer import Addresses, Loading, PlainTransfer, Transfer, Waiting
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.worker_thread import WorkerThread
 
 Finish = Callable[[], FinishedCopy]
 
+LOAD_BUFFERS = 2
+"""Staging buffers of loads: one is filled while the other is written to its blocks."""
+
 
 class BlockCopier(OpRunner):
-    """The slots of a runner's blocks in host memory, and the way between. A part of a copy waits in a thread: for gathered blocks and their
-    transfer, for a transfer to the devices, or for the verdict on written blocks. So a transfer never waits for a step but its own."""
+    """The slots of a runner's blocks in host memory, and the way between.
 
-    ops: tuple[type[DeviceOp], ...] = (GatherBlocks, StageBlocks, ScatterBlocks)
+    A store is a program in the order of steps, which gathers blocks in a staging buffer, and a transfer behind it. A load on GPUs is a
+    transfer to a staging buffer and kernels that write it to its blocks, on streams of their own: it waits for the steps that were
+    dispatched before it, and none waits for it. On CPUs a program in the order of steps writes the blocks.
+    """
 
-    def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_staging: int, *, is_shared: bool = False):
-        """Takes no memory. Raises ConfigError if a block does not fit into the arena."""
+    ops: tuple[type[DeviceOp], ...] = (GatherBlocks, LoadBlocks)
+
+    def __init__(self, runner: Any, format: BlockFormat, arena_bytes: int, num_buffers: int, *, is_shared: bool = False):
+        """Takes no memory. num_buffers: staging buffers of loads and stores. Raises ConfigError if a block does not fit into the arena."""
         self._runner, self.format = runner, format
         self.arena = Arena(arena_bytes, format, is_shared=is_shared)
         self.sizes = batch_sizes(format)
-        self.num_staging = num_staging
+        self.num_staging = num_buffers - LOAD_BUFFERS
         self._staging: list[jax.Array] = []
-        self._staged_sums: dict[int, np.ndarray] = {}
-        """uint32 [devices, n, H]: the checksums that staged contents should have, by staging buffer."""
+        """The staging buffers of stores, and behind them those of loads."""
+        self._free_loads: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Numbers of the buffers of loads that are free."""
+        self._loads: dict[int, _LoadState] = {}
+        """On GPUs the loads that are not over, by number."""
+        self._mark: Callable[[], jax.Array] | None = None
+        """Starts a program whose result is there once all that were started before are done."""
         self._finished: list[FinishedCopy] = []
         self._num_under_way = 0
         """Copies that began and that `finished` did not return."""
@@ -57,7 +71,7 @@ class BlockCopier(OpRunner):
         self._opening: Future[Transfer] | None = None
         """The transfer, once it has its memory."""
         self._threads: tuple[WorkerThread, ...] = ()
-        """For stores, loads, verdicts, and the ends of copies that the first begins."""
+        """For stores, loads, the ends of loads, and those of stores."""
 
     @property
     def num_slots(self) -> int:
@@ -97,9 +111,13 @@ class BlockCopier(OpRunner):
             self._is_woken = True
             self._changed.notify_all()
 
-    def _submit(self, thread: int, op: CopyBlocks, finish: Finish) -> None:
-        self._threads[thread].submit(partial(self._finish, op, finish))
-        self._num_under_way += 1
+    def cancel(self, number: int) -> None:
+        """See Copies. On CPUs programs write blocks in the order of steps, so nothing needs to end first."""
+        with self._changed:
+            state = self._loads.get(number)
+            if state is not None:
+                state.is_cancelled = True
+                self._changed.wait_for(lambda: not state.is_copying)
 
     def _finish(self, op: CopyBlocks, finish: Finish) -> None:
         try:
@@ -122,19 +140,15 @@ class BlockCopier(OpRunner):
                 self._staging[op.staging] = staging
                 self._num_under_way += 1
                 self._threads[0].submit(partial(self._store, op, staging, sums))
-            case StageBlocks():
-                # Begun here, so that a copy is queued before the thread sees the end of the one before it.
-                try:
-                    wait = self._to_device(op)
-                except Exception as error:
-                    wait = partial(_fail, error)  # of this copy, not of the step with which it begins
-                self._submit(1, op, partial(self._arrived, op, wait))
-            case ScatterBlocks():
-                size = self._size(len(op.block_ids))
-                program = self._runner.program(ProgramKey(Scatter.name, size))
-                staging, sums_DnH = self._staging[op.staging], self._staged_sums.pop(op.staging)
-                is_right_Dn = programs.scatter(self._runner, program, size, op.block_ids, staging, sums_DnH)
-                self._submit(2, op, partial(self._verdict, op, is_right_Dn))
+            case LoadBlocks():
+                if isinstance(self._transfer, CudaTransfer):
+                    assert self._mark is not None
+                    self._loads[op.number] = _LoadState()
+                    mark, addresses = self._mark(), self._transfer.addresses(self._runner.caches)
+                    self._threads[1].submit(partial(self._begin_load, op, mark, addresses))
+                else:
+                    self._load_in_order(op)
+                self._num_under_way += 1
 
     def _size(self, num_blocks: int) -> int:
         return next(size for size in self.sizes if size >= num_blocks)
@@ -160,18 +174,64 @@ class BlockCopier(OpRunner):
         self.arena.sums[op.slots] = sums_DnH[:: self.format.num_copies, : len(op.slots)].swapaxes(0, 1)
         return FinishedCopy(op.number, seconds=seconds)
 
-    def _to_device(self, op: StageBlocks) -> Waiting:
+    # Loads
+
+    def _load_in_order(self, op: LoadBlocks) -> None:
+        """Copy slots to the devices, and start the program that writes their blocks."""
+        sums_DnH = self._sums(op)
+        try:
+            rows, seconds = self._to_device(op, self._staging[-1])()
+        except Exception as error:
+            finish: Finish = partial(_fail, error)  # of this copy, not of the step with which it begins
+        else:
+            size = self._size(len(op.block_ids))
+            program = self._runner.program(ProgramKey(Scatter.name, size))
+            is_right_Dn = programs.scatter(self._runner, program, size, op.block_ids, rows, sums_DnH)
+            finish = partial(self._verdict, op, lambda: (np.all(np.asarray(is_right_Dn), axis=0), seconds))
+        self._threads[2].submit(partial(self._finish, op, finish))
+
+    def _to_device(self, op: LoadBlocks, staging: jax.Array) -> Waiting:
         assert self._transfer is not None
-        self._staged_sums[op.staging] = np.repeat(self.arena.sums_of(op.slots).swapaxes(0, 1), self.format.num_copies, axis=0)
-        return self._transfer.to_device(self._staging[op.staging], op.slots)
+        return self._transfer.to_device(staging, op.slots)
 
-    def _arrived(self, op: StageBlocks, wait: Waiting) -> FinishedCopy:
-        self._staging[op.staging], seconds = wait()
-        return FinishedCopy(op.number, seconds=seconds)
+    def _begin_load(self, op: LoadBlocks, mark: jax.Array, addresses: Addresses) -> None:
+        """Begin a load once the steps before it are done and a staging buffer is free, unless it is cancelled first. Another thread waits for
+        its end: a copy is queued while the one before it runs."""
+        state, buffer = self._loads[op.number], None
+        finish: Finish
+        try:
+            mark.block_until_ready()
+            buffer = self._free_loads.get()
+            with self._changed:
+                state.is_copying = not state.is_cancelled
+            if state.is_copying:
+                finish = partial(self._verdict, op, self._load(op, buffer, addresses))
+            else:
+                finish = partial(FinishedCopy, op.number, [False] * len(op.slots))
+        except BaseException as error:
+            finish = partial(_fail, error)
+        self._threads[2].submit(partial(self._end_load, op, finish, buffer))
 
-    def _verdict(self, op: ScatterBlocks, is_right_Dn: jax.Array) -> FinishedCopy:
-        is_right_n = np.all(np.asarray(is_right_Dn), axis=0)[: len(op.block_ids)]
-        return FinishedCopy(op.number, list(map(bool, is_right_n)))
+    def _load(self, op: LoadBlocks, buffer: int, addresses: Addresses) -> Loading:
+        assert isinstance(self._transfer, CudaTransfer)
+        staging = self._staging[self.num_staging + buffer]
+        return self._transfer.load(buffer, staging, op.slots, op.block_ids, self._sums(op), addresses)
+
+    def _end_load(self, op: LoadBlocks, finish: Finish, buffer: int | None) -> None:
+        self._finish(op, finish)
+        if buffer is not None:
+            self._free_loads.put(buffer)
+        with self._changed:
+            self._loads.pop(op.number).is_copying = False
+            self._changed.notify_all()
+
+    def _sums(self, op: LoadBlocks) -> np.ndarray:
+        """uint32 [devices, n, H]: the checksums that contents should have."""
+        return np.repeat(self.arena.sums_of(op.slots).swapaxes(0, 1), self.format.num_copies, axis=0)
+
+    def _verdict(self, op: LoadBlocks, wait: Loading) -> FinishedCopy:
+        is_right_n, seconds = wait()
+        return FinishedCopy(op.number, list(map(bool, is_right_n[: len(op.block_ids)])), seconds)
 
     # Memory
 
@@ -203,19 +263,32 @@ class BlockCopier(OpRunner):
             with self._runner.times.part("host memory"):
                 self._transfer = self._opening.result()
             SHORT_TURNS.begin()
-            self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-verdict", "kv-stored")))
+            self._threads = tuple(map(WorkerThread, ("kv-store", "kv-load", "kv-loaded", "kv-stored")))
         try:
-            for _ in range(self.num_staging):
+            for _ in range(self.num_staging + LOAD_BUFFERS):
                 self._staging.append(self._new_staging())
+            self._mark = self._new_mark()
         except Exception as error:
             delete(self._staging)
             self._staging = []
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
-                f"the device has no memory for {self.num_staging} buffers of {self._staging_bytes / 2**20:.3g} MiB, through which blocks "
-                f"are copied to host memory ({_first_line(error)}); lower gpu_memory_utilization, or leave kv_offloading_size out"
+                f"the device has no memory for {self.num_staging + LOAD_BUFFERS} buffers of {self._staging_bytes / 2**20:.3g} MiB, through "
+                f"which blocks are copied to host memory ({_first_line(error)}); lower gpu_memory_utilization, or leave kv_offloading_size out"
             ) from error
+
+        while not self._free_loads.empty():
+            self._free_loads.get()
+        for buffer in range(LOAD_BUFFERS):
+            self._free_loads.put(buffer)
+
+    def _new_mark(self) -> Callable[[], jax.Array]:
+        """See `_mark`. Compiles it."""
+        shape = programs.by_device(self._runner.shapes, 1)
+        mark = partial(_next, _zeros(shape.shape, shape.dtype, shape.sharding)())
+        jax.block_until_ready(mark())
+        return mark
 
     def _new_staging(self) -> jax.Array:
         """A zeroed staging buffer, once the devices have it."""
@@ -235,7 +308,7 @@ class BlockCopier(OpRunner):
             self.arena.touch()
             if self.arena.is_closing:  # to lock what was not touched would take long
                 raise EngineDeadError("the engine ends")
-            return CudaTransfer(self.arena, self.format, self._ordinals)
+            return CudaTransfer(self.arena, self.format, self._ordinals, max_rows=self.max_blocks, num_loads=LOAD_BUFFERS)
         except BaseException:
             self.arena.close()
             raise
@@ -287,8 +360,7 @@ class BlockCopier(OpRunner):
         """See OpRunner."""
         self._drain()
         delete(self._staging)
-        self._staging = []
-        self._staged_sums.clear()
+        self._staging, self._mark = [], None
 
     def delete_arrays(self) -> None:
         """See OpRunner."""
@@ -306,7 +378,7 @@ class BlockCopier(OpRunner):
 
     def _drain(self) -> None:
         """Wait for the transfers, which have addresses of staging buffers."""
-        for thread in self._threads:  # the first gives work to the last
+        for thread in self._threads:  # the first gives work to the last, the second to the third
             thread.drain()
 
     # First runs
@@ -320,6 +392,19 @@ class BlockCopier(OpRunner):
         else:
             no_sums = np.zeros((self.format.num_devices, 0, self.format.num_sums), np.uint32)
             programs.scatter(self._runner, program, key.size, [], staging, no_sums)
+
+
+@dataclass(slots=True)
+class _LoadState:
+    """How far a load is. It is begun or cancelled under the copier's lock."""
+
+    is_copying: bool = False
+    is_cancelled: bool = False
+
+
+@jax.jit
+def _next(value: jax.Array) -> jax.Array:
+    return value + 1
 
 
 @functools.cache

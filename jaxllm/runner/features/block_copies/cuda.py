@@ -6,16 +6,13 @@ memory of an existing array, which JAX takes for constant: the caller sees to it
 
 import contextlib
 import ctypes
-import itertools
 import mmap
 import os
 import resource
-import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -24,7 +21,9 @@ from jaxllm.cache_spec import WORD_BYTES
 from jaxllm.errors import ConfigError
 from jaxllm.runner.block_format import BlockFormat
 from jaxllm.runner.features.block_copies.arena import PAGE_BYTES, Arena, Region, place
-from jaxllm.runner.features.block_copies.transfer import Waiting, by_device
+from jaxllm.runner.features.block_copies.block_writer import BlockWriter
+from jaxllm.runner.features.block_copies.cuda_libraries import CudaError, Runtime
+from jaxllm.runner.features.block_copies.transfer import Addresses, Loading, Waiting, by_device
 
 _REGISTERED_BYTES = 64 << 30
 """Most memory that is page-locked by one call. No copy reaches from one such piece into the next: CUDA need not accept that."""
@@ -45,17 +44,14 @@ _ANY_DIRECTION = 4
 """cudaMemcpyDefault"""
 
 
-class CudaError(RuntimeError):
-    """A call of CUDA's runtime failed."""
-
-
 class CudaTransfer:
     """A Transfer between the memory of staging buffers and page-locked slots."""
 
-    def __init__(self, arena: Arena, format: BlockFormat, ordinals: Sequence[int]):
-        """Locks the arena's pages, and makes the streams of these devices. Raises ConfigError if the memory cannot be locked."""
+    def __init__(self, arena: Arena, format: BlockFormat, ordinals: Sequence[int], *, max_rows: int, num_loads: int):
+        """Locks the arena's pages, and makes the streams of these devices. max_rows: of a load. num_loads: under way at a time. Raises
+        ConfigError if the memory cannot be locked."""
         self._format, self._base, self._slot_bytes = format, arena.address, arena.slot_bytes
-        self._runtime = _Runtime()
+        self._runtime = Runtime()
         self._piece_slots, self._lent_slots = (max(1, size // arena.slot_bytes) for size in (_REGISTERED_BYTES, _LENT_BYTES))
         self._ordinals = ordinals
         self._registered: list[int] = []
@@ -65,6 +61,8 @@ class CudaTransfer:
         """Addresses of the locked pieces of lent regions."""
         self._streams: dict[tuple[str, int], ctypes.c_void_p] = {}
         """By direction and device."""
+        self._writers: dict[int, BlockWriter] = {}
+        """By device."""
         self._page = ctypes.c_void_p()
         """A page of the device that regions are tried with. It is taken at the start: later a device may have no memory left."""
         self._runtime.call("cudaSetDevice", ordinals[0])
@@ -81,9 +79,10 @@ class CudaTransfer:
                     stream = ctypes.c_void_p()
                     self._runtime.call("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
                     self._streams[direction, ordinal] = stream
+                self._writers[ordinal] = BlockWriter(self._runtime, format, ordinal, max_rows, num_loads)
             if len(ordinals) == 1:
                 self._runtime.call("cudaMalloc", ctypes.byref(self._page), ctypes.c_size_t(PAGE_BYTES))
-        except CudaError:
+        except (CudaError, ConfigError):
             self.close()
             raise
 
@@ -139,12 +138,72 @@ class CudaTransfer:
         return self._bases[region] + index * self._slot_bytes
 
     def to_host(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
-        return self._begin("out", staging, slots)
+        spans = self._begin("out", staging, slots)
+        return lambda: (staging, _wait_for(spans))
 
     def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
-        return self._begin("in", staging, slots)
+        spans = self._begin("in", staging, slots)
+        return lambda: (staging, _wait_for(spans))
 
-    def _begin(self, direction: str, staging: jax.Array, slots: Sequence[int]) -> Waiting:
+    def addresses(self, caches: Sequence[jax.Array]) -> Addresses:
+        """Where these arrays are. Does not wait for the programs that compute them."""
+        devices = [shard.device.local_hardware_id for shard in caches[0].addressable_shards]
+        if len(devices) == 1:
+            return {devices[0]: tuple(array.unsafe_buffer_pointer() for array in caches)}
+        return {
+            ordinal: tuple(array.addressable_data(index).unsafe_buffer_pointer() for array in caches)
+            for index, ordinal in enumerate(devices)
+        }
+
+    def load(
+        self,
+        number: int,
+        staging: jax.Array,
+        slots: Sequence[int],
+        block_ids: Sequence[int],
+        sums_DnH: np.ndarray,
+        addresses: Addresses,
+    ) -> Loading:
+        """Begin to copy slots into blocks, through a staging buffer. No step uses the blocks until what is returned has been waited for, and
+        nothing the buffer.
+
+        number: of the load's place among those under way. sums_DnH: uint32, the checksums that each device's parts should have; others are
+        not written. addresses: of the caches. Raises CudaError, and then nothing is under way.
+        """
+        spans = self._begin("in", staging, slots)
+        verdicts: list[Callable[[], np.ndarray]] = []
+        try:
+            for span, (device, part) in zip(spans, by_device(staging), strict=True):
+                self._runtime.begin("cudaSetDevice", span.ordinal)
+                writer, rows = self._writers[span.ordinal], part.unsafe_buffer_pointer()
+                to = addresses[span.ordinal]
+                verdicts.append(writer.begin(number, rows, span.last_event, block_ids, sums_DnH[device], to))
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                _wait_for(spans)
+            self._wait_for_writers()
+            raise
+        return partial(self._loaded, staging, spans, verdicts)
+
+    def _loaded(
+        self, staging: jax.Array, spans: Sequence["_Span"], verdicts: Sequence[Callable[[], np.ndarray]]
+    ) -> tuple[np.ndarray, float]:
+        """See `load`. staging: it stays as long as it is used."""
+        try:
+            seconds = _wait_for(spans)
+            return np.all([wait() for wait in verdicts], axis=0), seconds
+        except BaseException:
+            self._wait_for_writers()
+            raise
+
+    def _wait_for_writers(self) -> None:
+        """Wait for all that they have begun, after an error: blocks and buffers get other contents next."""
+        for writer in self._writers.values():
+            with contextlib.suppress(CudaError):
+                writer.synchronize()
+
+    def _begin(self, direction: str, staging: jax.Array, slots: Sequence[int]) -> list["_Span"]:
+        """Begin a copy on each device."""
         is_out, num_copies = direction == "out", self._format.num_copies
         row_bytes = self._format.part_words * WORD_BYTES
         spans = []
@@ -168,10 +227,13 @@ class CudaTransfer:
             with contextlib.suppress(CudaError):
                 _wait_for(spans)
             raise
-        return lambda: (staging, _wait_for(spans))
+        return spans
 
     def close(self) -> None:
         """Unlock the pages, and give back what devices have."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
         if self._page:
             with contextlib.suppress(CudaError):
                 self._runtime.call("cudaFree", self._page)
@@ -187,11 +249,16 @@ class CudaTransfer:
 class _Span:
     """Two events of a stream, at the beginning and the end of a copy."""
 
-    def __init__(self, runtime: "_Runtime", ordinal: int, stream: ctypes.c_void_p):
+    def __init__(self, runtime: Runtime, ordinal: int, stream: ctypes.c_void_p):
         """ordinal: of the thread's device, which has the stream."""
-        self._runtime, self._ordinal, self._stream = runtime, ordinal, stream
+        self._runtime, self.ordinal, self._stream = runtime, ordinal, stream
         self._events: list[ctypes.c_void_p] = []
         self._record()
+
+    @property
+    def last_event(self) -> ctypes.c_void_p:
+        """After `end`: that of the copy's end."""
+        return self._events[-1]
 
     def _record(self) -> None:
         event = ctypes.c_void_p()
@@ -206,7 +273,7 @@ class _Span:
     def wait(self) -> float:
         """Return its seconds when it is over, or if it never ended when all that the stream had to do is."""
         milliseconds = ctypes.c_float()
-        self._runtime.begin("cudaSetDevice", self._ordinal)
+        self._runtime.begin("cudaSetDevice", self.ordinal)
         try:
             if len(self._events) < 2:
                 self._runtime.call("cudaStreamSynchronize", self._stream)
@@ -249,7 +316,7 @@ def check_locking(num_bytes: int, ordinal: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     num_pages = 1 + (limit // PAGE_BYTES if 0 <= limit < min(num_bytes, _MAX_TRIED_BYTES) else 0)
     memory = np.frombuffer(mmap.mmap(-1, num_pages * PAGE_BYTES), np.uint8)
-    runtime, address = _Runtime(), _at(memory.ctypes.data)
+    runtime, address = Runtime(), _at(memory.ctypes.data)
     runtime.call("cudaSetDevice", ordinal)
     try:
         runtime.call("cudaHostRegister", address, ctypes.c_size_t(memory.nbytes), _PORTABLE)
@@ -263,55 +330,6 @@ def _cannot_lock(num_bytes: int, error: CudaError) -> ConfigError:
         f"kv_offloading_size is {num_bytes / 2**30:.3g} GiB, and CUDA cannot lock so much memory ({error}); lower it, or "
         "allow more (ulimit -l, docker's --ulimit memlock=-1)"
     )
-
-
-class _Runtime:
-    """CUDA's runtime, the library that JAX has loaded if it is in sight."""
-
-    def __init__(self) -> None:
-        self._waiting, self._library = _load()
-        self._library.cudaGetErrorName.restype = ctypes.c_char_p
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Make a call that may take long, while other threads run Python. Raises CudaError unless it succeeds."""
-        self._check(name, getattr(self._waiting, name)(*arguments))
-
-    def begin(self, name: str, *arguments: Any) -> None:
-        """Make a call that returns within microseconds: to give Python up for it, and get it back from other threads, would take longer.
-        Raises CudaError unless it succeeds."""
-        self._check(name, getattr(self._library, name)(*arguments))
-
-    def _check(self, name: str, code: int) -> None:
-        if code:
-            raise CudaError(f"{name} failed: {self._library.cudaGetErrorName(code).decode()}")
-
-
-def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
-    """The library, whose calls give Python up or keep it. Raises ConfigError if there is none."""
-    tried = dict.fromkeys(itertools.chain(_loaded(), _installed(), ("libcudart.so.13", "libcudart.so.12", "libcudart.so")))
-    for path in tried:
-        try:
-            return ctypes.CDLL(path), ctypes.PyDLL(path)
-        except OSError:
-            continue
-    raise ConfigError(
-        "kv_offloading_size is set, but libcudart, CUDA's runtime, is not found; install jaxllm[cuda12] or jaxllm[cuda13]"
-    )
-
-
-def _loaded() -> list[str]:
-    """Paths of libcudart that this process has mapped."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return [path for line in lines if "libcudart" in (path := line.partition("/")[1] + line.partition("/")[2])]
-
-
-def _installed() -> Iterator[str]:
-    """Paths of libcudart in packages of NVIDIA."""
-    for root in dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))):
-        yield from map(str, sorted(Path(root, "nvidia").glob("**/libcudart.so.*")))
 
 
 def runs(slots: Sequence[int], piece: int, lent_piece: int) -> Iterator[tuple[int, int, int]]:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,10 @@ from jaxllm.runner.features.block_copies.arena import Arena, Region
 
 Waiting = Callable[[], tuple[jax.Array, float]]
 """Waits for a copy. Returns its staging buffer, or another one in its place, and the seconds of the copy alone."""
+Loading = Callable[[], tuple[np.ndarray, float]]
+"""Waits for a load. Returns bool [n], which blocks have their content, and the seconds of the copy from the host alone."""
+Addresses = Mapping[int, tuple[int, ...]]
+"""Where each array of a cache begins, by device's ordinal."""
 
 
 class Transfer(Protocol):
