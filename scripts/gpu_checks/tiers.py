@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, LoadBlocks
 from jaxllm.kv_tiers.rates import Rates
 from jaxllm.measuring.runs import end_all, greedy, random_prompts
 from jaxllm.request import EngineCoreRequest
@@ -181,7 +181,7 @@ class Copying:
         self.content = dict(zip(self.blocks.tolist(), self.blocks.tolist(), strict=True))
         """By block, that which had its content at first."""
         self.unknown: set[int] = set()
-        """Blocks that have parts of several contents."""
+        """Blocks that have parts of several contents, or are being written."""
         num_copies, key = self.copier.format.num_copies, jax.random.key(seed)
         filled, self.at_first = [], []
         for cache, each in zip(core.runner.caches, jax.random.split(key, len(core.runner.caches)), strict=True):
@@ -208,24 +208,27 @@ class Copying:
 
     def chain(self, staging: int, *, damage: bool = False) -> Iterator[int]:
         """Copy some blocks to the host and into others. Gives the number of the copy that it waits for."""
-        count = int(self.rng.integers(1, min(self.copier.max_blocks, len(self.blocks) // 8) + 1))
-        slots = self._slots(staging, count)
-        sources = [block for block in self.rng.permutation(self.blocks).tolist() if block not in self.unknown][:count]
+        sources = self._known(int(self.rng.integers(1, min(self.copier.max_blocks, len(self.blocks) // 16) + 1)))
+        slots = self._slots(staging, len(sources))
         contents = [self.content[block] for block in sources]
-        yield self.add(GatherBlocks(self.number(), staging, sources, slots))
+        yield self.add(GatherBlocks(self.number(), sources, slots, staging))
         if damage:
             self.copier.arena.words[slots[0], 0, int(self.rng.integers(self.copier.format.part_words))] ^= 1 << 17
-        yield self.add(StageBlocks(self.number(), staging, slots))
-        targets = [block for block in self.rng.permutation(self.blocks).tolist() if block not in self.unknown][:count]
-        number = self.add(ScatterBlocks(self.number(), staging, targets))
-        right = [not damage or index > 0 for index in range(count)]
-        for block, content, is_right in zip(targets, contents, right, strict=True):
+        targets = self._known(len(sources))
+        self.unknown.update(targets)
+        number = self.add(LoadBlocks(self.number(), targets, slots[: len(targets)]))
+        yield number
+        right = [not damage or index > 0 for index in range(len(targets))]
+        assert list(self.is_over[number].is_right) == right, "a verdict is wrong"
+        for block, content, is_right in zip(targets, contents, right, strict=False):
             if is_right:
                 self.content[block] = content
-            elif self.copier.format.num_devices > 1:
-                self.unknown.add(block)  # the other devices write their parts
-        yield number
-        assert list(self.is_over[number].is_right) == right, "a verdict is wrong"
+            if is_right or self.copier.format.num_devices == 1:
+                self.unknown.remove(block)  # of several devices the others write their parts
+
+    def _known(self, count: int) -> list[int]:
+        """Some blocks with whole contents, in random order."""
+        return [block for block in self.rng.permutation(self.blocks).tolist() if block not in self.unknown][:count]
 
     def _slots(self, staging: int, count: int) -> list[int]:
         """Slots that no other buffer uses, some of them consecutive."""

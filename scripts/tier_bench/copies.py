@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from jaxllm import LLM
-from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.device_ops import CopyBlocks, FinishedCopy, GatherBlocks, LoadBlocks
 from jaxllm.scheduler_output import SchedulerOutput
 from scripts.tier_bench.engines import without_tiers
 
@@ -41,18 +41,11 @@ class Copies:
 
     def gathers(self) -> CopyBlocks:
         number, buffer, slots = self._next()
-        return GatherBlocks(number, buffer, self.blocks, slots)
+        return GatherBlocks(number, self.blocks, slots, buffer)
 
-    def stages(self) -> CopyBlocks:
-        number, buffer, slots = self._next()
-        return StageBlocks(number, buffer, slots)
-
-    def scatters(self) -> CopyBlocks:
-        """Scatter the buffer that was staged last."""
-        stage = self.stages()
-        self.time(stage)
-        self._number += 1
-        return ScatterBlocks(self._number, stage.staging, self.blocks)
+    def loads(self) -> CopyBlocks:
+        number, _, slots = self._next()
+        return LoadBlocks(number, self.blocks, slots)
 
     def time(self, op: CopyBlocks) -> tuple[float, float]:
         """Seconds until it is over, and those of the transfer in it."""
@@ -75,28 +68,12 @@ class Copies:
         return found
 
     def pipelined_loads(self, count: int) -> int:
-        """Stage and scatter, with all buffers in use. Returns the number of batches."""
-        buffers, of_buffer, num_done, num_begun = list(range(self.copier.num_staging)), dict[int, tuple[int, bool]](), 0, 0
+        """Load, all in one plan. Returns the number of batches."""
+        self._dispatch([self.loads() for _ in range(count)])
+        num_done = 0
         while num_done < count:
-            ops: list[CopyBlocks] = []
-            for copy in self._taken():
-                buffer, is_staged = of_buffer.pop(copy.number)
-                if is_staged:
-                    num_done += 1
-                    buffers.append(buffer)
-                else:
-                    self._number += 1
-                    of_buffer[self._number] = buffer, True
-                    ops.append(ScatterBlocks(self._number, buffer, self.blocks))
-            while buffers and num_begun < count:
-                number, _, slots = self._next()
-                of_buffer[number] = buffers.pop(), False
-                num_begun += 1
-                ops.append(StageBlocks(number, of_buffer[number][0], slots))
-            if ops:
-                self._dispatch(ops)
-            elif num_done < count:
-                self.copier.wait(1.0)
+            self.copier.wait(1.0)
+            num_done += len(self._taken())
         return num_done
 
     def pipelined_stores(self, count: int) -> int:
@@ -109,13 +86,13 @@ class Copies:
             if buffers and num_done + len(buffer_of) < count:
                 number, _, slots = self._next()
                 buffer_of[number] = buffers.pop()
-                self._dispatch([GatherBlocks(number, buffer_of[number], self.blocks, slots)])
+                self._dispatch([GatherBlocks(number, self.blocks, slots, buffer_of[number])])
             elif num_done < count:
                 self.copier.wait(1.0)
         return num_done
 
     def go_on(self, begin: Callable[[], CopyBlocks] | None) -> int:
-        """Have the next plan carry copies, for all buffers that are free. Returns how many were over."""
+        """Have the next plan carry copies, as many as there are buffers for stores. Returns how many were over."""
         over = {copy.number for copy in self._taken()}
         self._under_way -= over
         while begin is not None and len(self._under_way) < self.copier.num_staging - 1:

@@ -19,8 +19,7 @@ def copies(bench: Bench) -> None:
     note = f"{made.size} blocks of {made.copier.block_bytes / 2**20:.2f} MiB"
     for name, ops, goal in (
         ("device to host", made.gathers, 44.0),
-        ("host to staging", made.stages, 44.0),
-        ("staging to blocks", made.scatters, None),
+        ("host to device", made.loads, 44.0),
     ):
         seconds, inside = zip(*(made.time(ops()) for _ in range(bench.sizes.repeats)), strict=True)
         median, within = statistics.median(seconds), statistics.median(inside)
@@ -43,7 +42,7 @@ def beside(bench: Bench) -> None:
     made = Copies(llm)
     prompts = new_prompts(llm, [sizes.context] * sizes.rows, 0)
     batch_bytes, alone = made.size * made.copier.block_bytes, 0.0
-    for name, begin in (("nothing", None), ("stores", made.gathers), ("loads", made.stages)):
+    for name, begin in (("nothing", None), ("stores", made.gathers), ("loads", made.loads)):
         made.forget()
         with decoding(llm.llm_engine, prompts, [greedy(sizes.num_steps + 64)] * sizes.rows) as step:
             seconds, num_copies = [], 0

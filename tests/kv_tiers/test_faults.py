@@ -48,7 +48,7 @@ def settle(core: EngineCore) -> None:
     """Wait for the copies under way; nothing may be left in use behind them."""
     tier = tier_of(core)
     for _ in range(200):
-        if not (tier._gathering or tier._stored or tier._loads.staging or tier._loads.writing):
+        if not (tier._gathering or tier._stored or tier._loads.copying):
             break
         core.loop.scheduler.wait_for_blocks(0.01)
         tier.wait(0.01)
@@ -180,7 +180,7 @@ def test_an_engine_stops_at_any_stage_of_loads(last: int, wanted: list[list[int]
     core.shutdown()
 
 
-# With a fake device, where each step brings a load one stage further
+# With a fake device, where each copy is over at the next step
 
 
 class Ready(random.Random):
@@ -192,7 +192,7 @@ class Ready(random.Random):
 
 def engine_with(num_slots: int, **sizes: int) -> tuple[FakeEngine, HostTier]:
     """An engine whose pool has forgotten prompts 0 and 1."""
-    copies = FakeCopies(Ready(1), num_slots=num_slots, **{"num_staging": 4, "max_blocks": 2, **sizes})
+    copies = FakeCopies(Ready(1), num_slots=num_slots, **{"num_staging": 2, "max_blocks": 2, **sizes})
     copies.share_damaged = -1.0
     tier = HostTier(copies, AlwaysWorth(), num_cold=8)
     scheduler = make_scheduler(tiers=(tier,), block_size=4, num_blocks=21, max_model_len=48)
@@ -259,7 +259,7 @@ def test_a_load_ends_at_any_stage(event: str, num_steps: int) -> None:
 
 
 def test_a_single_slot_serves() -> None:
-    engine, tier = engine_with(1, num_staging=3)
+    engine, tier = engine_with(1, num_staging=1)
     for number in (0, 1, 5, 0, 1, 5):
         request = add(engine, f"{number} again")
         finish(engine)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.device_ops import FinishedCopy, GatherBlocks, ScatterBlocks, StageBlocks
+from jaxllm.device_ops import FinishedCopy, GatherBlocks, LoadBlocks
 from jaxllm.kv_tiers.contents import Contents
 from jaxllm.kv_tiers.host_tier import HostTier
 from jaxllm.kv_tiers.rates import Rates
@@ -17,11 +17,12 @@ from jaxllm.scheduler_stats import SchedulerStats
 class Copies:
     """Copies that are over when a test says so."""
 
-    num_staging, max_blocks, block_bytes = 4, 2, 1000
+    num_staging, max_blocks, block_bytes = 2, 2, 1000
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
         self.over: list[FinishedCopy] = []
+        self.cancelled: list[int] = []
 
     def finished(self) -> list[FinishedCopy]:
         over, self.over = self.over, []
@@ -32,6 +33,9 @@ class Copies:
 
     def wake(self) -> None:
         """Nothing waits."""
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
 
 
 class Store:
@@ -182,18 +186,16 @@ def test_a_plan_waits_for_stores_where_few_buffers_are_left(monkeypatch: pytest.
     assert len(waits) == 2, "both buffers are free"
 
 
-def test_a_load_takes_a_stage_and_a_scatter_and_reports_each_block() -> None:
+def test_a_load_is_a_copy_for_each_part_and_reports_each_block() -> None:
     driven = Driven().stored(b"a", b"b", b"c")
     load = driven.tier.load([5, 6, 7], [b"a", b"b", b"c"])
     first, second = driven.step().ops
-    assert [type(op) for op in (first, second)] == [StageBlocks] * 2 and first.staging != second.staging
+    assert [type(op) for op in (first, second)] == [LoadBlocks] * 2
+    assert (first.block_ids, second.block_ids) == ([5, 6], [7])
     driven.end(second)
-    (scatter,) = driven.step().ops
-    assert isinstance(scatter, ScatterBlocks) and scatter.block_ids == [7] and scatter.staging == second.staging
-    driven.end(first, scatter)
-    (other,) = driven.step().ops
-    assert other.block_ids == [5, 6]
-    driven.end(other, is_right=(True, False))
+    step = driven.step()
+    assert not step.ops and not step.loaded
+    driven.end(first, is_right=(True, False))
     assert driven.step().loaded == [(load, [True, False, True])]
     assert driven.tier.match([b"a", b"b", b"c"]) == [b"a", b"c"], "what was damaged is dropped"
     assert (driven.stats.num_loaded_blocks, driven.stats.num_damaged_blocks) == (2, 1)
@@ -201,22 +203,20 @@ def test_a_load_takes_a_stage_and_a_scatter_and_reports_each_block() -> None:
     assert sum(driven.stats.load_byte_counts) == sum(driven.stats.load_second_counts) == 2
 
 
-@pytest.mark.parametrize("when", ["before it is staged", "while it is staged", "before it is written", "while it is written"])
-def test_a_cancelled_load_gives_its_slots_and_buffers_back(when: str) -> None:
+@pytest.mark.parametrize("when", ["before it is copied", "while it is copied", "when it is over"])
+def test_a_cancelled_load_ends_its_copies_and_gives_its_slots_back(when: str) -> None:
     driven = Driven(num_slots=1).stored(b"a")
     load = driven.tier.load([5], [b"a"])
-    ops: list[Any] = []
-    if when != "before it is staged":
-        ops = driven.step().ops
-        if when != "while it is staged":
-            driven.end(*ops)
-            ops = driven.step().ops if when == "while it is written" else []
+    ops = driven.step().ops if when != "before it is copied" else []
+    if when == "when it is over":
+        driven.end(*ops)
     driven.tier.cancel(load)
+    assert driven.copies.cancelled == [op.number for op in ops]
     driven.tier.check_integrity()
-    driven.end(*ops)
+    assert driven.store(b"b") and not driven.tier.match([b"a"]), "the only slot is free"
+    driven.end(*ops)  # it may be over in spite of that
     step = driven.step()
     assert not step.loaded and not step.ops
-    assert driven.store(b"b") and not driven.tier.match([b"a"]), "the only slot is free"
 
 
 def test_a_content_that_is_wrong_is_never_found_nor_loaded_right() -> None:
@@ -224,25 +224,21 @@ def test_a_content_that_is_wrong_is_never_found_nor_loaded_right() -> None:
     gathers = driven.store(b"b")
     load = driven.tier.load([5], [b"a"])
     driven.tier.discard([b"a", b"b", b"unknown"])
-    stages = driven.step().ops
-    driven.end(*gathers, *stages)
-    driven.end(*driven.step().ops)
+    driven.end(*gathers, *driven.step().ops)
     assert driven.step().loaded == [(load, [False])] and not driven.tier.match([b"a", b"b"])
     assert driven.stats.num_used_host_slots == 0 and driven.stats.num_damaged_blocks == 0
 
 
-def test_a_content_that_is_wrong_is_not_loaded_right_where_its_slot_has_another_one() -> None:
-    driven = Driven(num_slots=1).stored(b"a")
+def test_a_content_that_is_wrong_is_not_loaded_right_while_it_is_copied() -> None:
+    driven = Driven().stored(b"a")
     load = driven.tier.load([5], [b"a"])
-    driven.end(*driven.step().ops)
-    scatters = driven.step().ops
-    assert driven.store(b"b"), "the only slot is free"
+    copies = driven.step().ops
     driven.tier.discard([b"a"])
-    driven.end(*scatters)
+    driven.end(*copies)
     assert driven.step().loaded == [(load, [False])]
 
 
-def test_stores_leave_buffers_to_loads_and_what_is_not_stored_is_counted() -> None:
+def test_what_is_not_stored_is_counted() -> None:
     driven = Driven()
     driven.step()
     gathers = driven.store(*(bytes([index]) for index in range(7)))
@@ -271,10 +267,10 @@ def test_forgetting_drops_what_is_under_way(stored: bool) -> None:
     driven = Driven().stored(b"a", b"b")
     driven.tier.load([5, 6], [b"a", b"b"])
     gathers = driven.store(b"c")
-    stages = driven.step().ops
+    copies = driven.step().ops
     driven.tier.forget(stored=stored)
     driven.tier.check_integrity()
-    driven.end(*gathers, *stages, error=RuntimeError("buffers are lost") if not stored else None)
+    driven.end(*gathers, *copies, error=RuntimeError("buffers are lost") if not stored else None)
     step = driven.step()
     assert not step.loaded and not step.ops
     assert list(driven.tier.match([b"a", b"b", b"c"])) == ([] if stored else [b"a", b"b"])
@@ -289,7 +285,7 @@ def test_an_error_of_a_copy_is_raised() -> None:
         driven.step()
 
 
-@pytest.mark.parametrize("what", ["store", "write"])
+@pytest.mark.parametrize("what", ["store", "load"])
 def test_an_error_of_a_copy_comes_after_the_steps_before_it(what: str) -> None:
     """A step that fails takes the copies behind it with it: it is that step which is to be reported, with its requests."""
     driven = Driven().stored(b"a")
@@ -298,7 +294,6 @@ def test_an_error_of_a_copy_comes_after_the_steps_before_it(what: str) -> None:
         ops = driven.store(b"b")
     else:
         driven.tier.load([5], [b"a"])
-        driven.end(*driven.step().ops)
         ops = driven.step().ops
     planned = driven.step_id
     driven.end(*ops, error=RuntimeError("a step before it failed"))
@@ -559,7 +554,6 @@ def test_stores_drop_what_was_damaged_in_host_memory() -> None:
     driven = Driven(stores=[store])
     load = driven.tier.load([5], [b"a"])
     store.end()
-    driven.end(*driven.step().ops)
     driven.end(*driven.step().ops, is_right=(False,))
     assert driven.step().loaded == [(load, [False])] and not store.contents
 

@@ -43,7 +43,7 @@ class CheckedTier(PrefillTier):
         """No: a load ends with its requests."""
         return False
 
-    def begin_step(self, step_id: int, done_step_id: int, *, decodes: bool = False) -> Any:
+    def begin_step(self, step_id: int, done_step_id: int, *) -> Any:
         rng, leases = self.rng, self._leases
         self.clock += rng.choice([0.1, 1.0, 8.0])
         for lease in list(leases._leases.values()):
@@ -64,7 +64,7 @@ class CheckedTier(PrefillTier):
         while self.readers and rng.random() < 0.5:
             self.readers.pop()[0].close()
         self.check_slots()
-        step = super().begin_step(step_id, done_step_id, decodes=decodes)
+        step = super().begin_step(step_id, done_step_id)
         self.check_slots()
         return step
 
