@@ -43,7 +43,7 @@ class CheckedTier(PrefillTier):
         """No: a load ends with its requests."""
         return False
 
-    def begin_step(self, step_id: int, done_step_id: int, *) -> Any:
+    def begin_step(self, step_id: int, done_step_id: int) -> Any:
         rng, leases = self.rng, self._leases
         self.clock += rng.choice([0.1, 1.0, 8.0])
         for lease in list(leases._leases.values()):
