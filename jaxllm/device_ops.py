@@ -105,8 +105,8 @@ class GatherBlocks(CopyBlocks, frozen=True):
 
 
 class LoadBlocks(CopyBlocks, frozen=True):
-    """Copy slots into blocks once all steps dispatched before are done, during those that follow: none of these uses the blocks until the
-    copy is over. A device leaves a block as it is whose part was damaged on its way."""
+    """Copy slots into blocks once all steps dispatched before and all other operations of the plan are done, during its step and those that
+    follow: none of these uses the blocks until the copy is over. A device leaves a block as it is whose part was damaged on its way."""
 
 
 class StoreState(DeviceOp, frozen=True):

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxllm.cache_policy import CachePolicy, WindowPolicy
 from jaxllm.data_parallel.scheduler import RanksScheduler
-from jaxllm.device_ops import DeviceOp, DropStaged, LoadState, RankOp, StoreState, WriteAdapter, run_ops
+from jaxllm.device_ops import DeviceOp, DropStaged, LoadBlocks, LoadState, RankOp, StoreState, WriteAdapter, run_ops
 from jaxllm.engine.op_queue import OpQueue
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.ranks_plan import RanksPlan
@@ -157,6 +157,7 @@ class FakeRunner:
         self.device = FakeDevice(rank=rank)
         self.num_state_blocks = num_state_blocks
         self.state_ops: list[StoreState | LoadState] = []
+        self.load_ops: list[LoadBlocks] = []
         """Operations of the plan."""
         self.drafts = drafts
         self.block_size, self.vocab_size, self.policies = block_size, vocab_size, policies
@@ -186,6 +187,8 @@ class FakeRunner:
             self.staged.pop(op.staged, None)
         elif isinstance(op, StoreState | LoadState):
             self.state_ops.append(op)
+        elif isinstance(op, LoadBlocks):
+            self.load_ops.append(op)
         else:
             self.device.run(op, self.memory)
         return []
@@ -260,7 +263,7 @@ class FakeRunner:
         return ModelRunnerOutput(sampled, num_drafts, pooled=pooled, errors=errors)
 
     def _run_state_ops(self) -> None:
-        """Loads, then stores."""
+        """Loads of states, then stores, then loads of blocks that have another owner from now on."""
         ops = [op for op in self.state_ops if op.request_id in self.rows]
         for op in ops:
             if isinstance(op, LoadState):
@@ -280,6 +283,9 @@ class FakeRunner:
                     self.memory[block] = [value] * self.block_size
                     written += [(block, offset, value) for offset in range(self.block_size)]
         self.state_ops.clear()
+        for load in self.load_ops:
+            self.device.run(load, self.memory)
+        self.load_ops.clear()
 
     def _check_state(self, row: _Row, count: int) -> None:
         """The next `count` tokens follow the state that all before them left."""
@@ -329,6 +335,7 @@ class FakeRunner:
         self.rows.clear()
         self.written.clear()
         self.state_ops.clear()
+        self.load_ops.clear()
         self.unreported.clear()
         self.device.start_over(failed)
         self.memory = [[NOTHING] * self.block_size for _ in self.memory]

@@ -710,11 +710,12 @@ def test_memory_that_cannot_be_locked_is_given_back(monkeypatch: pytest.MonkeyPa
 def test_a_thread_that_has_ended_ends_the_engine() -> None:
     core = make_core("qwen3")
     copier = core.runner.op_runner(GatherBlocks)
-    copier._threads[1]._calls.put(("no call", None))
-    copier._threads[1]._thread.join()
+    copier._threads[2]._calls.put(("no call", None))
+    copier._threads[2]._thread.join()
     copier.run(LoadBlocks(1, [8], [0]))
+    copier.before_step(())
     core.add_request(make_request("a", [1, 2, 3], max_tokens=2).spec)
-    with pytest.raises(EngineDeadError, match="kv-load, which copies blocks"):
+    with pytest.raises(EngineDeadError, match="kv-loaded, which copies blocks"):
         while core.has_unfinished_requests():
             core.step()
     core.shutdown()

@@ -24,8 +24,8 @@ FEATURES = (
     "expert_counts",
     "prompt_logprobs",
     "pooling",
-    "block_copies",
     "state_copies",
+    "block_copies",
 )
 """Modules here, in the order of `StepFeature.before`. Each has make(parts), which returns None for engines without the feature.
 

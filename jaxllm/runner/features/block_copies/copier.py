@@ -5,11 +5,11 @@ import functools
 import mmap
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from jaxllm.runner.features.block_copies.transfer import Addresses, Loading, Pla
 from jaxllm.runner.ops import OpRunner
 from jaxllm.runner.programs.key import ProgramKey
 from jaxllm.worker_thread import WorkerThread
+
+if TYPE_CHECKING:
+    from jaxllm.runner.batch import Batch
 
 Finish = Callable[[], FinishedCopy]
 
@@ -59,6 +62,8 @@ class BlockCopier(OpRunner):
         """Numbers of the buffers of loads that are free."""
         self._loads: dict[int, _LoadState] = {}
         """On GPUs the loads that are not over, by number."""
+        self._planned: list[LoadBlocks] = []
+        """Loads of the plan that is being dispatched."""
         self._mark: Callable[[], jax.Array] | None = None
         """Starts a program whose result is there once all that were started before are done."""
         self._finished: list[FinishedCopy] = []
@@ -141,14 +146,28 @@ class BlockCopier(OpRunner):
                 self._num_under_way += 1
                 self._threads[0].submit(partial(self._store, op, staging, sums))
             case LoadBlocks():
+                self._planned.append(op)
                 if isinstance(self._transfer, CudaTransfer):
-                    assert self._mark is not None
                     self._loads[op.number] = _LoadState()
-                    mark, addresses = self._mark(), self._transfer.addresses(self._runner.caches)
-                    self._threads[1].submit(partial(self._begin_load, op, mark, addresses))
-                else:
-                    self._load_in_order(op)
                 self._num_under_way += 1
+
+    def before_step(self, batches: Sequence["Batch"]) -> None:
+        """See OpRunner. Starts the loads of the plan, behind all else that reads or writes blocks before its step."""
+        planned, self._planned = self._planned, []
+        if planned and isinstance(self._transfer, CudaTransfer):
+            assert self._mark is not None
+            mark, addresses = self._mark(), self._transfer.addresses(self._runner.caches)
+            for op in planned:
+                self._threads[1].submit(partial(self._begin_load, op, mark, addresses))
+        else:
+            for op in planned:
+                self._load_in_order(op)
+
+    def replace_lost(self) -> None:
+        """See OpRunner. Loads whose step did not come are lost with it."""
+        for op in self._planned:
+            self._loads.pop(op.number, None)
+        self._planned.clear()
 
     def _size(self, num_blocks: int) -> int:
         return next(size for size in self.sizes if size >= num_blocks)
