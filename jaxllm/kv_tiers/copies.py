@@ -33,8 +33,8 @@ class Copies(Protocol):
         """Have `wait` return, or the next one at once. Any thread may call it."""
 
     def cancel(self, number: int) -> None:
-        """Give a `LoadBlocks` up that a plan has carried: when this returns, nothing writes its blocks or reads its slots any more. Waits for
-        what is being copied just now. Whether the copy finishes is open."""
+        """Give a `LoadBlocks` up that a plan has carried: when this returns, nothing writes its blocks or reads its slots any more. Waits
+        for what is being copied just now. Whether the copy finishes is open."""
 
 
 class Worth(Protocol):

@@ -17,8 +17,10 @@ from jaxllm.scheduler.cache_observer import TierListener
 from jaxllm.scheduler.cache_tier import NOTHING, TierStep
 from jaxllm.scheduler_stats import SchedulerStats
 
-LOAD_COPIES = 32
+LOAD_COPIES = 16
 """So many copies keep a load busy: more than are over between two plans, as a rule."""
+KEPT_BUFFERS = 2
+"""Staging buffers that what is stored ahead leaves to contents that leave unforeseen."""
 STEPS_AHEAD = 2
 """Contents are stored when so many of the largest steps may evict them."""
 WAIT_SHARE = 0.25
@@ -67,6 +69,7 @@ class HostTier:
         self._stores = Stores(stores, self.contents, self._numbers, copies.max_blocks, writes_at_once=writes_at_once)
         self._has_stores = bool(stores)
         self._free_staging = list(range(copies.num_staging))
+        self._num_kept = min(KEPT_BUFFERS, copies.num_staging - 1)
         self._gathering: dict[int, StoreCopy] = {}
         """Stores whose copy is under way, by its number."""
         self._stored: deque[StoreCopy] = deque()
@@ -129,21 +132,21 @@ class HostTier:
     def store(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
         ops, num_left = self._store(block_ids, names, used)
         if num_left:
-            self._lost.note(num_left, for_slots=self.can_store)
+            self._lost.note(num_left, for_slots=bool(self._free_staging))
         return ops
 
     def store_ahead(self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes] = ()) -> list[AnyDeviceOp]:
-        return self._store(block_ids, names, used)[0]
+        return self._store(block_ids, names, used, num_kept=self._num_kept)[0]
 
     def _store(
-        self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes]
+        self, block_ids: Sequence[int], names: Sequence[bytes], used: Collection[bytes], *, num_kept: int = 0
     ) -> tuple[list[AnyDeviceOp], int]:
-        """The operations, and the number of contents for which there is no slot or staging buffer."""
+        """The operations, and the number of contents for which there is no slot or staging buffer. num_kept: buffers that stay free."""
         missing = set(self.contents.missing(names))
         new = [(block, name) for block, name in zip(block_ids, names, strict=True) if name in missing] if missing else []
         ops: list[AnyDeviceOp] = []
         num_taken = 0
-        while num_taken < len(new) and self.can_store:
+        while num_taken < len(new) and len(self._free_staging) > num_kept:
             taken: list[tuple[Content, int]] = []
             for block, name in new[num_taken : num_taken + self._copies.max_blocks]:
                 if (content := self.contents.add(name, was_used=name in used)) is None:
@@ -163,7 +166,7 @@ class HostTier:
 
     @property
     def can_store(self) -> bool:
-        return bool(self._free_staging)
+        return len(self._free_staging) > self._num_kept
 
     def wants(self, names: Sequence[bytes]) -> Collection[bytes]:
         return self.contents.missing(names)

@@ -128,7 +128,7 @@ def steps_until_found(seed: int) -> int | None:
     """The number of steps in loads that ran to their end before one failed; None: none did."""
     num_steps = 0
     try:
-        for found in many(random.Random(seed), NUM_STEPS):
+        for found in many(random.Random(seed), 4 * NUM_STEPS):
             num_steps += found[0]
     except (AssertionError, LookupError):
         return num_steps

@@ -19,8 +19,8 @@ from tests.helpers.waiting import wait_until
 from tests.kv_tiers.test_offloading import expected, make
 
 STAGING = (
-    r"the device has no memory for \d+ buffers of [\d.]+ MiB, through which blocks are copied to host memory \(RESOURCE_EXHAUSTED: "
-    r"injected fault\); lower gpu_memory_utilization, or leave kv_offloading_size out$"
+    r"the device has no memory for \d+ buffers of [\d.]+ MiB, through which blocks are copied to host memory and back "
+    r"\(RESOURCE_EXHAUSTED: injected fault\); lower gpu_memory_utilization, or leave kv_offloading_size out$"
 )
 
 

@@ -25,8 +25,8 @@ from jaxllm.runner.block_format import BlockFormat, checksums
 from jaxllm.runner.features.block_copies import arena as arena_module
 from jaxllm.runner.features.block_copies import cuda, cuda_libraries
 from jaxllm.runner.features.block_copies.arena import REGION_BITS, Arena, check_memory, check_total
-from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.block_writer import Layout
+from jaxllm.runner.features.block_copies.copier import BlockCopier
 from jaxllm.runner.features.block_copies.cuda import CudaTransfer, runs
 from jaxllm.runner.features.block_copies.cuda_libraries import CudaError
 from jaxllm.runner.features.block_copies.programs import Gather
@@ -499,7 +499,9 @@ def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: p
     assert is_right.tolist() == [True, True, False] and seconds > 0
     for device, (old, new) in enumerate(zip(before, caches, strict=True)):
         words = jax.numpy.asarray(arena.words[slots, device])
-        expected, _ = format.scatter(list(map(jax.numpy.asarray, old)), np.array(blocks), words, jax.numpy.asarray(sums[device]))
+        expected, _ = format.scatter(
+            list(map(jax.numpy.asarray, old)), np.array(blocks), words, jax.numpy.asarray(sums[device])
+        )
         for one, other in zip(new, expected, strict=True):
             np.testing.assert_array_equal(one, other)
     monkeypatch.setattr(FakeWriter, "num_failing", 1)
@@ -508,6 +510,64 @@ def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: p
     assert not any(fake.streams.values()) and not fake.events, "a copy is under way"
     assert not any(writer.num_begun for writer in transfer._writers.values())
     transfer.close()
+
+
+class Beside(CudaTransfer):
+    """A transfer whose loads are over when a test says so."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[list[int], int]] = []
+        """Slots of loads, and the numbers of their buffers."""
+        self.may_end = [threading.Event() for _ in range(4)]
+        self.has_begun = [threading.Event() for _ in range(4)]
+
+    def addresses(self, caches: Sequence[jax.Array]) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def load(self, number: int, staging: jax.Array, slots: Sequence[int], *others: Any) -> Any:
+        self.begun.append((list(slots), number))
+        index = len(self.begun) - 1
+        self.has_begun[index].set()
+
+        def wait() -> tuple[np.ndarray, float]:
+            assert self.may_end[index].wait(30)
+            return np.ones(len(slots), bool), 0.001
+
+        return wait
+
+
+def test_loads_on_gpus_run_two_at_a_time_and_can_be_cancelled() -> None:
+    core = make_core("qwen3")
+    copier = core.runner.op_runner(GatherBlocks)
+    kept, copier._transfer = copier._transfer, (transfer := Beside())
+    loads = [LoadBlocks(number, [10 + number], [number]) for number in range(4)]
+    core.runner.dispatch(SchedulerOutput([], [], 0, [], [], ops=loads)).result()
+    assert all(transfer.has_begun[index].wait(30) for index in range(2))
+    copier.cancel(2)  # which waits for a buffer
+    cancelling = threading.Thread(target=copier.cancel, args=(0,))
+    cancelling.start()
+    cancelling.join(0.05)
+    assert cancelling.is_alive(), "its blocks are being written"
+    assert len(transfer.begun) == 2, "there are two buffers"
+    transfer.may_end[0].set()
+    cancelling.join(30)
+    assert not cancelling.is_alive() and transfer.has_begun[2].wait(30)
+    for event in transfer.may_end:
+        event.set()
+    found: list[FinishedCopy] = []
+    while len(found) < 4:
+        copier.wait(10.0)
+        found += copier.finished()
+    assert {copy.number: copy.is_right for copy in found} == {0: [True], 1: [True], 2: [False], 3: [True]}
+    assert [slots for slots, _ in transfer.begun] == [[0], [1], [3]] and not copier._loads
+    assert transfer.begun[0][1] != transfer.begun[1][1]
+    copier.run(LoadBlocks(5, [15], [5]))
+    copier.replace_lost()  # its step failed
+    copier.cancel(5)
+    copier.before_step(())
+    assert len(transfer.begun) == 3 and not copier._loads
+    copier._transfer = kept
+    core.shutdown()
 
 
 def test_copies_of_cuda_from_memory_that_another_process_lends(monkeypatch: pytest.MonkeyPatch) -> None:

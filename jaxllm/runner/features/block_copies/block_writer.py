@@ -156,7 +156,13 @@ class BlockWriter:
         self._runtime.call("cudaStreamSynchronize", self.stream)
 
     def begin(
-        self, buffer: int, rows: int, arrived: ctypes.c_void_p, block_ids: Sequence[int], sums_nH: np.ndarray, addresses: Sequence[int]
+        self,
+        buffer: int,
+        rows: int,
+        arrived: ctypes.c_void_p,
+        block_ids: Sequence[int],
+        sums_nH: np.ndarray,
+        addresses: Sequence[int],
     ) -> Callable[[], np.ndarray]:
         """Begin to write the first rows of a staging buffer into blocks, behind an event. Of this thread's device.
 

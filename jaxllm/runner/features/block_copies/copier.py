@@ -214,8 +214,8 @@ class BlockCopier(OpRunner):
         return self._transfer.to_device(staging, op.slots)
 
     def _begin_load(self, op: LoadBlocks, mark: jax.Array, addresses: Addresses) -> None:
-        """Begin a load once the steps before it are done and a staging buffer is free, unless it is cancelled first. Another thread waits for
-        its end: a copy is queued while the one before it runs."""
+        """Begin a load once the steps before it are done and a staging buffer is free, unless it is cancelled first. Another thread waits
+        for its end: a copy is queued while the one before it runs."""
         state, buffer = self._loads[op.number], None
         finish: Finish
         try:
@@ -227,6 +227,8 @@ class BlockCopier(OpRunner):
                 finish = partial(self._verdict, op, self._load(op, buffer, addresses))
             else:
                 finish = partial(FinishedCopy, op.number, [False] * len(op.slots))
+                self._free_loads.put(buffer)
+                buffer = None
         except BaseException as error:
             finish = partial(_fail, error)
         self._threads[2].submit(partial(self._end_load, op, finish, buffer))
@@ -293,8 +295,9 @@ class BlockCopier(OpRunner):
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
-                f"the device has no memory for {self.num_staging + LOAD_BUFFERS} buffers of {self._staging_bytes / 2**20:.3g} MiB, through "
-                f"which blocks are copied to host memory ({_first_line(error)}); lower gpu_memory_utilization, or leave kv_offloading_size out"
+                f"the device has no memory for {self.num_staging + LOAD_BUFFERS} buffers of {self._staging_bytes / 2**20:.3g} MiB, "
+                f"through which blocks are copied to host memory and back ({_first_line(error)}); lower gpu_memory_utilization, or leave "
+                "kv_offloading_size out"
             ) from error
 
         while not self._free_loads.empty():

@@ -164,8 +164,8 @@ class CudaTransfer:
         sums_DnH: np.ndarray,
         addresses: Addresses,
     ) -> Loading:
-        """Begin to copy slots into blocks, through a staging buffer. No step uses the blocks until what is returned has been waited for, and
-        nothing the buffer.
+        """Begin to copy slots into blocks, through a staging buffer. No step uses the blocks until what is returned has been waited for,
+        and nothing the buffer.
 
         number: of the load's place among those under way. sums_DnH: uint32, the checksums that each device's parts should have; others are
         not written. addresses: of the caches. Raises CudaError, and then nothing is under way.

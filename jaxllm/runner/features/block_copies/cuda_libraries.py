@@ -53,7 +53,9 @@ class Driver:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise ConfigError(f"kv_offloading_size is set, but libcuda.so.1, NVIDIA's driver, cannot be used ({error})") from error
+            raise ConfigError(
+                f"kv_offloading_size is set, but libcuda.so.1, NVIDIA's driver, cannot be used ({error})"
+            ) from error
 
     def call(self, name: str, *arguments: Any) -> None:
         """Raises CudaError unless it succeeds."""
@@ -94,7 +96,10 @@ def compiled(source: str, architecture: str, macros: Mapping[str, int]) -> bytes
     if code := call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None):
         raise CudaError(f"nvrtcCreateProgram failed: error {code}")
     try:
-        options = [f"--gpu-architecture={architecture}".encode(), *(f"-D{name}={value}".encode() for name, value in macros.items())]
+        options = [
+            f"--gpu-architecture={architecture}".encode(),
+            *(f"-D{name}={value}".encode() for name, value in macros.items()),
+        ]
         if code := call("nvrtcCompileProgram", program, len(options), (ctypes.c_char_p * len(options))(*options)):
             call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
