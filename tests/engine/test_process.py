@@ -721,6 +721,72 @@ def test_the_requests_of_a_client_that_fetches_nothing_are_ended_and_it_hears_of
     assert isinstance(outbox.sent[-1], messages.Failed)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_load_is_told_when_requests_come_or_end_and_now_and_then_but_not_in_every_step(
+    num_replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, outbox, commands = FakeEngineCore(lambda request: []), FullOutbox(room=10_000), queue.SimpleQueue()  # type: ignore[var-annotated]
+    pulse, num_calls, stats = Pulse(), itertools.count(), core.stats
+    monkeypatch.setattr(core, "stats", lambda: (next(num_calls), stats())[1])
+    loop = EngineLoop(core, commands, outbox, pulse, num_replicas=num_replicas)  # type: ignore[arg-type]
+
+    def add(request_id: str, max_tokens: int) -> None:
+        params = replace(ENDLESS, max_tokens=max_tokens)
+        request = EngineCoreRequest(request_id=request_id, prompt_token_ids=[1], sampling_params=params)
+        commands.put(messages.Add("client", request))
+
+    def told(num_steps: int) -> list[int]:
+        """The numbers of running requests that so many steps tell. The heartbeat has the latest."""
+        outbox.sent.clear()
+        for _ in range(num_steps):
+            loop._obey()
+            loop._step()
+        found = [each.load for each in outbox.sent if isinstance(each, messages.Outputs) and each.load is not None]
+        if found:
+            assert pulse.load is found[-1] or pulse.load == found[-1]
+        return [load.stats.num_running for load in found]
+
+    for each in ("LOAD_SECONDS", "_UPDATE_SECONDS"):
+        monkeypatch.setattr(process, each, 3600.0)
+    add("long", 100)
+    assert told(50) == [1]
+    add("short", 20)
+    before = next(num_calls)
+    assert told(30) == [2, 1], "once it has come and once it has ended"
+    assert next(num_calls) - before < 6
+    for each in ("LOAD_SECONDS", "_UPDATE_SECONDS"):
+        monkeypatch.setattr(process, each, 0.0)
+    assert told(5) == [1] * 5
+    for each in ("LOAD_SECONDS", "_UPDATE_SECONDS"):
+        monkeypatch.setattr(process, each, 3600.0)
+    assert told(15) == [0] and not core.has_unfinished_requests(), "the last one has ended"
+    core.outputs, before = [EngineCoreOutput("aborted", [5])], next(num_calls)
+    loop._step()
+    assert next(num_calls) - before == 2, "no further step comes"
+    commands.put(Stop())
+    loop.run()
+    updates = [each.load.stats.num_running for each in outbox.sent if isinstance(each, messages.Update)]
+    assert updates == ([] if num_replicas == 1 else [0]), "what is owed is sent before it waits"
+
+
+def test_a_client_knows_the_load_once_requests_have_come_and_ended(shared: Served) -> None:
+    async def main() -> None:
+        async with shared.connected() as llm:
+            first = await begun(llm)
+            assert (await llm.load()).num_running == 1
+            second = await begun(llm, request_id="s")
+            assert (await llm.load()).num_running == 2 == await num_running(llm)
+            second.cancel()
+            await until_running(llm, 1)
+            assert (await llm.load()).num_running == 1
+            assert await text_of(llm, request_id="t") == "one two three"
+            assert (await llm.load()).num_running == 1
+            first.cancel()
+            await until_idle(llm)
+
+    run(main())
+
+
 def test_an_engine_without_work_tells_that_its_load_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode engine fetches what a prefill engine keeps while that one has nothing to do."""
     monkeypatch.setattr(process, "_IDLE_LOAD_SECONDS", 0.001)
