@@ -199,12 +199,13 @@ class EngineLoop:
         return load
 
     def _note_load_of_step(self, *, has_ended: bool) -> Load | None:
-        """The same after a step, but not each time: its numbers would hold up short steps. has_ended: whether a request ended in it. What
-        the commands before it changed may show only now."""
+        """After a step, call `_note_load` if the load may have changed or was noted long ago: collecting it takes a part of a short step.
+        has_ended: whether a request ended in the step. Returns None if it is not due."""
         if self._received is None:
             is_due = time.monotonic() - self._last_load >= LOAD_SECONDS
         else:
             is_due = time.monotonic() - self._last_update >= _UPDATE_SECONDS
+        # A step after commands shows their effect, e.g. runs a new request. No step may come after one that leaves no work.
         is_due |= has_ended or self._was_changed or not self._core.has_unfinished_requests()
         self._was_changed = False
         return self._note_load() if is_due else None

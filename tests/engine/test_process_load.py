@@ -1,4 +1,4 @@
-"""What an engine process reports of its load, and the metrics that API servers exchange through it."""
+"""The load that an engine process reports, and the metrics that API servers exchange through it."""
 
 import asyncio
 import itertools
@@ -176,6 +176,7 @@ def test_load_is_told_when_requests_come_or_end_and_now_and_then_but_not_in_ever
 def test_a_client_knows_the_load_once_requests_have_come_and_ended(shared: Served) -> None:
     async def main() -> None:
         async with shared.connected() as llm:
+            await until_idle(llm)
             first = await begun(llm)
             assert (await llm.load()).num_running == 1
             second = await begun(llm, request_id="s")

@@ -1,4 +1,4 @@
-"""Messages to and from an engine process that are damaged, or that nobody sends."""
+"""Damaged and strange messages, to an engine process and to its API servers."""
 
 import asyncio
 import os
