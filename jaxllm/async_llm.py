@@ -318,11 +318,12 @@ class AsyncLLM(FromOptions, AsyncLoraCalls, PauseCalls):
         return self._merged(await self._run(self._processor.get_metrics))
 
     async def load(self) -> SchedulerStats:
-        """The numbers of running and waiting requests, and the usage of the cache."""
+        """The numbers of running and waiting requests, and the usage of the cache; with an engine process those of the latest report,
+        which comes when a request has come or ended, and every LOAD_SECONDS."""
         return await self._run(self._processor.core.stats)
 
     def prometheus_registry(self) -> Any:
-        """The metrics for a Prometheus exporter, as of the latest step; each call makes a registry."""
+        """The metrics for a Prometheus exporter, the load as `load` has it; each call makes a registry."""
         from jaxllm.metrics.prometheus import registry
 
         return registry(lambda: self._merged(self._processor.get_metrics()))

@@ -22,6 +22,7 @@ from jaxllm.metrics.stat_logger import StatLogger
 from jaxllm.models.load_config import read_config_json
 from jaxllm.outputs import EngineCoreOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler_stats import LOAD_SECONDS
 from jaxllm.start_times import StartTimes
 from jaxllm.text.built_in_templates import OF_ARCHITECTURES
 from jaxllm.text.generation_config import GenerationConfig, load_generation_config
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from jaxllm.structured.compiler import GrammarCompiler
-
-LOAD_SECONDS = 0.1
-"""While requests run the load of their core is noted this often: collecting its numbers takes several microseconds."""
 
 
 @dataclass(frozen=True)

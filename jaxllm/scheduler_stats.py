@@ -9,6 +9,9 @@ PULL_FAILURES = ("not_allowed", "unreachable", "refused", "differs", "lost", "mi
 """Why blocks could not be fetched from a prefill engine: it lies outside of kv_peers, does not answer, refuses, has another model, ended
 meanwhile, has them no more; or they were not what was stored."""
 
+LOAD_SECONDS = 0.1
+"""While requests run they are collected so often for metrics: that takes several microseconds."""
+
 STORE_CALLS = ("find", "read", "write", "discard", "clear")
 """Methods of a user-defined store whose failures are counted."""
 
@@ -17,7 +20,7 @@ STORE_CALLS = ("find", "read", "write", "discard", "clear")
 class SchedulerStats:
     """The load at this moment, and totals since the start. Rates are differences of two.
 
-    Not frozen: one is made after every step, and freezing triples its cost.
+    Not frozen: of several engines each makes one every few milliseconds, and freezing triples its cost.
     """
 
     num_running: int

@@ -303,7 +303,7 @@ class EngineClient:
 
     def _take(self, message: EngineMessage) -> None:
         if isinstance(message, Outputs):
-            self.load = message.load
+            self.load = message.load or self.load
             self.on_outputs(message)
         elif isinstance(message, Status):
             self.status = message

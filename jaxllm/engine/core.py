@@ -315,16 +315,20 @@ class EngineCore:
                 outputs += preparation.settle(self.scheduler)
             if self._pause.mode == "keep":
                 return outputs
+            num_before = self.loop.num_finished_steps
             outputs += self.loop.step()
-            if self._expert_load is not None:
-                self._expert_load.note_step(is_idle=not self.loop.has_work)
+            if self.loop.num_finished_steps > num_before:  # else it only waited
+                self._note_finished_step()
         except Exception as error:
             outputs += self._recover(error)
-        else:
-            if self._failures.limits_steps:
-                self._failures.note_success(self.loop)
         self._publish_kv_events()
         return outputs
+
+    def _note_finished_step(self) -> None:
+        if self._expert_load is not None:
+            self._expert_load.note_step(is_idle=not self.loop.has_work)
+        if self._failures.limits_steps:
+            self._failures.note_success(self.loop)
 
     def _publish_kv_events(self) -> None:
         if self._kv_events is not None:

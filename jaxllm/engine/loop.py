@@ -81,6 +81,8 @@ class StepLoop:
         """Durations of the latest steps that began when the previous one ended."""
         self.wait_seconds = 0.0
         """Total time spent waiting for the device."""
+        self.num_finished_steps = 0
+        """Steps whose results were processed."""
         self.work_clock = WorkClock()
 
     @property
@@ -115,6 +117,7 @@ class StepLoop:
             self._step_times.forget(plan.num_tokens)
             self._last_read_at, self._idle_until = None, end
         self._outputs += self.scheduler.update_from_output(plan, result)
+        self.num_finished_steps += 1
         self._sample_if_possible()
         if not self._in_flight:
             self.note_work()

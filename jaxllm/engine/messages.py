@@ -234,7 +234,8 @@ class Outputs(_Message, tag="outputs"):
     """The outputs of one step for one API server."""
 
     outputs: list[EngineCoreOutput]
-    load: Load
+    load: Load | None = None
+    """None if it was collected a short time ago and no request has come or ended since."""
 
 
 class Update(_Message, tag="update"):

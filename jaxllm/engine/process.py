@@ -50,6 +50,7 @@ from jaxllm.metrics.merge import merged
 from jaxllm.metrics.metric import Metric
 from jaxllm.outputs import EngineCoreOutput
 from jaxllm.request import EngineCoreRequest, PromptItem
+from jaxllm.scheduler_stats import LOAD_SECONDS
 from jaxllm.start_times import StartTimes, process_age_seconds
 
 _IDLE_LOAD_SECONDS = 5.0
@@ -117,6 +118,10 @@ class EngineLoop:
             core.publish_cache_events()
         self._last_update = 0.0
         self._owes_update = False
+        self._last_load = 0.0
+        """When the load was last collected."""
+        self._was_changed = False
+        """Whether a command was run since the last step."""
         self._ready = messages.encode(
             Ready(
                 core.config,
@@ -179,17 +184,31 @@ class EngineLoop:
             if is_idle:
                 self._pulse.load = self._load()
         if obeyed:
+            self._was_changed = True
             self._note_load()
         return not self._stopping
 
     def _note_load(self) -> Load:
         """Show the load to the heartbeat, and to all API servers if they choose among engines, at most every _UPDATE_SECONDS."""
         self._pulse.load = load = self._load()
+        self._last_load = now = time.monotonic()
         if self._received is not None:
             self._owes_update = True
-            if time.monotonic() - self._last_update >= _UPDATE_SECONDS:
+            if now - self._last_update >= _UPDATE_SECONDS:
                 self._send_update(load)
         return load
+
+    def _note_load_of_step(self, *, has_ended: bool) -> Load | None:
+        """After a step, call `_note_load` if the load may have changed or was noted long ago: collecting it takes a part of a short step.
+        has_ended: whether a request ended in the step. Returns None if it is not due."""
+        if self._received is None:
+            is_due = time.monotonic() - self._last_load >= LOAD_SECONDS
+        else:
+            is_due = time.monotonic() - self._last_update >= _UPDATE_SECONDS
+        # A step after commands shows their effect, e.g. runs a new request. No step may come after one that leaves no work.
+        is_due |= has_ended or self._was_changed or not self._core.has_unfinished_requests()
+        self._was_changed = False
+        return self._note_load() if is_due else None
 
     def _send_update(self, load: Load | None = None) -> None:
         self._last_update, self._owes_update = time.monotonic(), False
@@ -357,6 +376,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         self._pulse.begin()
+        num_requests = len(self._requests)
         try:
             step_outputs = self._core.step()
         except EngineDeadError:
@@ -367,7 +387,7 @@ class EngineLoop:
             self.tell_all(Failed(str(error)))
             step_outputs = []
         by_client = self._sorted(step_outputs)
-        load = self._note_load()
+        load = self._note_load_of_step(has_ended=len(self._requests) < num_requests)
         for client, outputs in by_client.items():
             frame = messages.encode(Outputs(outputs, load))
             if not self._outbox.send(client, frame):

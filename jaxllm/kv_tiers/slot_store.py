@@ -51,7 +51,8 @@ class Transfer(NamedTuple):
 
     number: int
     is_right: Sequence[bool]
-    """Whether each content has arrived, whole. The slot of another may have anything in it."""
+    """Whether each content has arrived, whole. The slot of another may have anything in it. Empty: the store refused this write, and has
+    room for it now."""
     seconds: float
     slots: Sequence[int] = ()
     """Where contents are that the store lends. Copies to devices may read these slots until they are given back."""
@@ -88,15 +89,15 @@ class SlotStore(Protocol):
         """Begin to copy contents to slots, which nothing else uses until `finished` has the number. Without slots: begin to lend them."""
 
     def is_opening(self) -> bool:
-        """Whether it is finding out which contents it has, and takes none meanwhile; begins to if need be. False after some seconds without
-        success."""
+        """Whether it is finding out which contents it has, or making room, and takes none meanwhile; begins to if need be. False after some
+        seconds without success."""
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         """Begin to copy contents from slots, which nothing changes until `finished` has the number. False: not now, for lack of room or
-        time."""
+        time. `finished` may have the number of a refused one too, without contents, once it is worth another try."""
 
     def finished(self) -> list[Transfer]:
-        """The transfers that are over since the last call."""
+        """The transfers that are over since the last call, and refused writes for which there is room now."""
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Drop contents that are wrong."""

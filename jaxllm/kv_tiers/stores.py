@@ -38,7 +38,7 @@ class Stores:
         self._num_added = 0
         """Contents that had been added when stores were last offered cold ones."""
         self._was_refused = self._has_room = False
-        """Whether a store did not take all that it was offered then, and whether it has ended a write since."""
+        """Whether a store did not take all that it was offered then, and whether it has ended a write since, or has room again."""
 
     def set_listener(self, listener: TierListener | None) -> None:
         """Set that of all stores."""
@@ -94,9 +94,10 @@ class Stores:
                     for content, slot in zip(read, transfer.slots, strict=False):
                         content.slot = slot
                     self._end_read(read, transfer.is_right)
-                else:
+                    continue
+                self._has_room = True
+                if transfer.is_right:
                     _, written = self._writes.pop(transfer.number)
-                    self._has_room = True
                     store.discard([content.name for content in written if content.is_wrong])
                     for content, right in zip(written, transfer.is_right, strict=True):
                         content.was_offered &= right
@@ -126,7 +127,11 @@ class Stores:
     @property
     def is_behind(self) -> bool:
         """Whether stores write contents, or take some soon that are to be written at once."""
-        return bool(self._writes) or (bool(self._ready) and not self._was_refused)
+        return bool(self._writes) or (bool(self._ready) and (not self._was_refused or self._has_room or self._is_preparing()))
+
+    def _is_preparing(self) -> bool:
+        """Whether a store takes nothing now, and will soon."""
+        return any(store.writes and store.is_opening() for store in self._stores)
 
     def write_ahead(self) -> None:
         """Offer stores the contents that make room next, so that they need not wait for it, and those that are to be written at once."""
@@ -134,7 +139,7 @@ class Stores:
         num_new = self._contents.num_added - self._num_added
         is_due = num_new >= (1 if self._ready else max(1, _OFFER_SHARE * self._num_cold))
         is_due |= (self._was_refused and self._has_room) or (bool(self._ready) and not self._was_refused)
-        if not writers or not is_due or any(store.is_opening() for store in writers):
+        if not writers or not is_due or self._is_preparing():
             return  # a store that opens is offered all of it as soon as it is open
         self._num_added, self._was_refused, self._has_room = self._contents.num_added, False, False
         num_writing = sum(len(contents) for _, contents in self._writes.values())

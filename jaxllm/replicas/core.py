@@ -242,7 +242,8 @@ class Replicas:
         for output in message.outputs:
             if output.finish_reason is not None:
                 self.balancer.ended(output.request_id)
-        self._note_load(rank, message.load)
+        if message.load is not None:
+            self._note_load(rank, message.load)
         self._let_go(rank)
         if self._listener is not None:
             self._listener.take_outputs(message.outputs)

@@ -77,7 +77,7 @@ class Roles(NamedTuple):
                 f"the server has {self}, but there is no host memory through which engines pass blocks; set kv_offloading_size, in GiB for "
                 "all engines of a host together (docs/PREFILL_DECODE.md says how much)"
             )
-        faults += self._hosts_faults(flat["nnodes"])
+        faults += self._hosts_faults(flat["nnodes"]) or self._address_faults(flat)
         if faults:
             raise ConfigError("; ".join(faults))
         return {**options, "data_parallel_size": self.num_engines}
@@ -100,6 +100,25 @@ class Roles(NamedTuple):
                 "engines could fetch prompts from them; set the same secret on all hosts"
             )
         return faults
+
+    def _address_faults(self, flat: Mapping[str, Any]) -> list[str]:
+        """Describe an address of a host where nothing listens."""
+        num_hosts, rank, host = flat["nnodes"], flat["node_rank"], flat["kv_host"]
+        if (
+            num_hosts == 1
+            or host == LOOPBACK
+            or type(num_hosts) is not int
+            or type(rank) is not int
+            or not 0 <= rank < num_hosts
+        ):
+            return []  # what is wrong is reported elsewhere
+        share = self.num_engines // num_hosts
+        if any(each // share == rank for each in self.prefill_ranks(num_hosts)):
+            return []
+        return [
+            f"the server has {self.on_hosts(num_hosts)}, and kv_host is {host!r} on host {rank} (node_rank), where no prefill engine "
+            "would listen: it has decode engines alone; leave kv_host out on this host"
+        ]
 
     def decode_engine(self, config: EngineConfig) -> EngineConfig:
         """The options of a decode engine, for checks before any engine starts. config: what they have in common."""

@@ -18,7 +18,7 @@ from server.chat_service import ChatService, Conversation, PreparedChat
 from server.chunk_writer import ChunkWriter
 from server.context import ServerContext, context_of, request_id_of
 from server.deadline import Deadline
-from server.dialects import AskedChoice
+from server.dialects import AskedChoice, check_tools
 from server.errors import bad_request
 from server.logprobs import LogprobWriter
 from server.openapi import json_body
@@ -190,14 +190,17 @@ def check_template(template: str | None, kwargs: Mapping[str, Any] | None, optio
 
 
 def _tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """The tools that the model may know: those that a choice among some of them allows."""
-    tools = body.tools
-    if tools is not None and isinstance(body.tool_choice, AllowedToolChoice):
-        allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
-        if missing := allowed - {tool.function.name for tool in tools}:
-            raise bad_request(f"tool_choice names the function {min(missing)[:64]!r}, which tools lacks", "tool_choice")
-        tools = [tool for tool in tools if tool.function.name in allowed]
-    return None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools]
+    """The tools that the model may know: those that a choice among some of them allows. Raises ApiError or InvalidRequestError."""
+    if body.tools is None:
+        return None
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if not isinstance(body.tool_choice, AllowedToolChoice):
+        return tools
+    check_tools(tools, None)  # all of them, as the client counts them: later only those that are left are checked
+    allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
+    if missing := allowed - {tool["function"]["name"] for tool in tools}:
+        raise bad_request(f"tool_choice names the function {min(missing)[:64]!r}, which tools lacks", "tool_choice")
+    return [tool for tool in tools if tool["function"]["name"] in allowed]
 
 
 def _tool_choice(body: ChatCompletionRequest) -> AskedChoice | None:

@@ -1,5 +1,6 @@
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +8,7 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.structured.token_table import Vocabulary
 from jaxllm.text.tokenizer import load_tokenizer
 from tests.helpers import engines
+from tests.helpers.engine_processes import Served, served
 from tests.helpers.tiny_tokenizers import write_tokenizer
 
 
@@ -31,3 +33,17 @@ def core(tiny_core: EngineCore, caplog: pytest.LogCaptureFixture, monkeypatch: p
     tiny_core._dead = None
     tiny_core.wake_up()
     tiny_core.resume()
+
+
+@pytest.fixture(scope="package")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which engine processes with a fake core need the tokenizer alone."""
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="package")
+def shared(model_directory: Path) -> Iterator[Served]:
+    """One engine process for all tests that leave it alive."""
+    with served(model_directory) as engine:
+        yield engine
+        assert engine.end() == 0

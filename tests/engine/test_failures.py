@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 
 import pytest
 from llguidance import LLMatcher
@@ -96,6 +98,25 @@ def test_after_out_of_memory_steps_are_smaller_and_grow_again(core, monkeypatch)
     smallest = sizes.index(1)
     assert sizes[3] == 4 and smallest < 14 and max(sizes[smallest : smallest + 4]) == 1 and max(sizes[smallest + 4 :]) == 4
     assert not core._failures.limits_steps and core.scheduler.limits.max_num_seqs == 4
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_steps_grow_after_so_many_finished_steps_whether_or_not_their_ends_are_awaited(core, monkeypatch, awaits):
+    monkeypatch.setattr(failures, "CALM_STEPS", 4)
+    finished = []
+    update = core.scheduler.update_from_output
+    monkeypatch.setattr(core.scheduler, "update_from_output", lambda *read: (finished.append(1), update(*read))[1])
+    if awaits:  # every second turn of the loop returns without a finished step
+        monkeypatch.setattr(core.loop, "_seconds_to_plan", partial(next, cycle([1e-4, 0.0])))
+    for request in requests():
+        core.add_request(request)
+    with injected("result:3:oom"):
+        while not core._failures.limits_steps:
+            core.step()
+    finished.clear()
+    while core._failures.limits_steps:
+        core.step()
+    assert len(finished) == 4
 
 
 def test_a_request_that_never_fits_is_given_up_and_the_others_go_on(core, undisturbed):

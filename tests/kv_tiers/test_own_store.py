@@ -216,8 +216,10 @@ def test_failures_are_logged_once_and_end_in_a_pause(
     assert "it is not used for 60 s" in caplog.records[-1].message and "the store is away" in caplog.records[-1].message
     assert not driven.store.find([A]) and not driven.store.write(31, [B], [3])
     assert driven.read(32, [A], [2]) == [False], "it was found before the pause"
+    assert not driven.store.finished()
     driven.store._paused_until = 0.0
     driven.own.fails = None
+    assert [(over.number, over.is_right) for over in driven.store.finished()] == [(31, ())], "it is worth another try"
     assert driven.read(33, [A], [2]) == [True] and driven.store.find([A])
 
 
@@ -281,7 +283,7 @@ def test_writes_that_pile_up_are_refused_and_hold_up_no_reads(driven: Driven) ->
     assert driven.read(1000, [A], [2]) == [False]
     held.set()
     over: list[Transfer] = []
-    wait_until(lambda: bool(over.extend(driven.store.finished()) or len(over) == accepted))
+    wait_until(lambda: over.extend(driven.store.finished()) or len([each for each in over if each.is_right]) == accepted)
     assert driven.store.write(1001, [A], [1])
 
 

@@ -61,6 +61,23 @@ def test_a_choice_among_some_tools_is_one_among_these_alone(caller: tuple[Client
     assert reply.status_code == 400 and "'time', which tools lacks" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_each_tool_is_checked_and_counted_as_sent_whether_it_is_allowed_or_not(caller: tuple[Client, int], place: int) -> None:
+    client, _ = caller
+    tools = [{"type": "function", "function": {"name": name}} for name in ("time", "weather", "clock")]
+    tools[place]["function"]["parameters"] = {"type": "array"}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+    asked = {
+        "input": "hi",
+        "tools": [{"type": "function", **tool["function"]} for tool in tools],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
+    }
+    for reply in (client.chat(tools=tools, tool_choice=choice), client.post("/v1/responses", asked)):
+        assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(
+            f"tools[{place}].function.parameters"
+        ), reply.text
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
 def test_a_call_that_is_cut_ends_with_length_and_without_its_markup(caller: tuple[Client, int], choice: Any) -> None:
     client, num_tokens = caller

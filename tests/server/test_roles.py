@@ -138,6 +138,21 @@ def test_prefill_engines_of_a_host_listen_where_others_reach_it(monkeypatch: pyt
         config_with(Roles(1, 1, "first"))
 
 
+@pytest.mark.parametrize("roles", [Roles(2, 6), Roles(2, 6, "first"), Roles(3, 5, "first")], ids=str)
+def test_an_address_is_refused_on_a_host_without_prefill_engines(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.KV_TOKEN, "secret")
+    for rank in range(4):
+        options = {"nnodes": 4, "node_rank": rank}
+        there = roles.options_of_each(config_with(roles, **options))
+        if any(there[each]["kv_role"] == "prefill" for each in range(2 * rank, 2 * rank + 2)):
+            assert config_with(roles, **options, kv_host="10.1.0.5").kv_transfer.kv_host == "10.1.0.5"
+            continue
+        with pytest.raises(
+            ConfigError, match=rf"kv_host is '10\.1\.0\.5' on host {rank} \(node_rank\).*; leave kv_host out on this host"
+        ):
+            config_with(roles, **options, kv_host="10.1.0.5")
+
+
 def test_hosts_must_have_the_same_roles_and_the_same_token_which_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.KV_TOKEN, "secret")
     own = Roles(2, 2).identity()

@@ -65,7 +65,10 @@ class DiskStore:
         self.known = KnownFiles()
         self._listener: TierListener | None = None
         self._used_bytes = self._needed_bytes = 0
-        """Bytes of all files, and bytes that are missing for a write."""
+        """Bytes of all files, and of a write that there was no room for."""
+        self._making_room_until = 0.0
+        self._refused: tuple[int, int] | None = None
+        """Number and bytes of the first write that was refused since `finished` reported one."""
         self._paused_until = self._told_until = 0.0
         self._finished: list[Transfer] = []
         self._num_queued_writes = self._num_queued_reads = 0
@@ -117,23 +120,29 @@ class DiskStore:
 
     def is_opening(self) -> bool:
         if self._folder is not None:
-            return False
+            return bool(self._needed_bytes) and time.monotonic() < self._making_room_until
         self._open_soon()
         return time.monotonic() < self._opening_until
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
-        if (folder := self._folder) is None:
-            self._open_soon()
-            return False
-        is_behind = self._num_queued_writes and (self._num_queued_writes + len(names)) * self.content_bytes > QUEUED_BYTES
-        is_full = self._used_bytes + len(names) * self.content_bytes > self._max_bytes
-        if is_behind or is_full or self._writers.is_stuck or time.monotonic() < self._paused_until:
-            if is_full and not self._needed_bytes:
-                self._needed_bytes = len(names) * self.content_bytes
-                self._calls.put(self._scan)
+        num_bytes = len(names) * self.content_bytes
+        if (folder := self._folder) is None or not self._takes(num_bytes):
+            self._refused = self._refused or (number, num_bytes)
             return False
         self._begin(WriteTask, self._writers, folder, number, names, slots, self.blocks_per_file)
         return True
+
+    def _takes(self, num_bytes: int) -> bool:
+        """Whether so much can be written now. Opens the directory, or makes room in it, if need be."""
+        if self._folder is None:
+            self._open_soon()
+            return False
+        is_behind = self._num_queued_writes and self._num_queued_writes * self.content_bytes + num_bytes > QUEUED_BYTES
+        is_full = self._used_bytes + num_bytes > self._max_bytes
+        if is_full and not self._needed_bytes:
+            self._needed_bytes, self._making_room_until = num_bytes, time.monotonic() + WRITE_SECONDS
+            self._calls.put(self._scan)
+        return not (is_behind or is_full or self._writers.is_stuck or time.monotonic() < self._paused_until)
 
     def _begin(
         self,
@@ -162,6 +171,9 @@ class DiskStore:
         with self._lock:
             found, self._finished = self._finished, []
             told = self.known.take_untold(_TOLD_AT_ONCE)
+        if self._refused is not None and self._takes(self._refused[1]):
+            found.append(Transfer(self._refused[0], (), 0.0))
+            self._refused = None
         if self._listener is not None:
             for name, is_there in told:
                 self._listener("STORAGE", name, is_there)
@@ -336,6 +348,8 @@ class DiskStore:
             if num_resets == self._num_resets:
                 self.known.end_scan(*found)
                 self._folder = folder
-            self._used_bytes, self._needed_bytes = usage.num_bytes, 0
+            self._used_bytes = usage.num_bytes
+            if self._used_bytes + self._needed_bytes <= self._max_bytes:  # else another process makes room
+                self._needed_bytes = 0
         end = time.monotonic()
         self._scan_at = end + max(SCAN_SECONDS, (end - start) / SCAN_SHARE)

@@ -83,6 +83,8 @@ class OwnStore:
         self._num_failed = 0
         """Failures since the last call that did not fail."""
         self._paused_until = 0.0
+        self._refused: int | None = None
+        """The first write that was refused since `finished` reported one."""
         self._told: set[str] = set()
         """Methods whose failure was logged."""
         try:
@@ -138,12 +140,16 @@ class OwnStore:
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         self._writers.give_up()
-        if self._is_paused or self._num_writing >= self._max_writing or self._known_prefix() is None:
+        if not self._takes_writes():
+            self._refused = number if self._refused is None else self._refused
             return False
         with self._lock:
             self._num_writing += len(names)
         self._begin(Write, self._writers, number, names, slots)
         return True
+
+    def _takes_writes(self) -> bool:
+        return not self._is_paused and self._num_writing < self._max_writing and self._known_prefix() is not None
 
     def _begin(
         self, kind: type[Read] | type[Write], workers: Workers, number: int, names: Sequence[bytes], slots: Sequence[int]
@@ -155,6 +161,9 @@ class OwnStore:
     def finished(self) -> list[Transfer]:
         self._readers.give_up()
         self._writers.give_up()
+        if self._refused is not None and self._takes_writes():
+            self._over.append(Transfer(self._refused, (), 0.0))
+            self._refused = None
         return [self._over.popleft() for _ in range(len(self._over))]
 
     def discard(self, names: Sequence[bytes]) -> None:

@@ -1,6 +1,7 @@
 """The store of files: what it writes and reads, and what it makes of files that are not what was written."""
 
 import errno
+import itertools
 import os
 import threading
 import time
@@ -13,11 +14,13 @@ import pytest
 
 from jaxllm.engine.fault_points import injected
 from jaxllm.kv_tiers import workers
-from jaxllm.kv_tiers.disk import block_file, store
+from jaxllm.kv_tiers.contents import Contents
+from jaxllm.kv_tiers.disk import block_file, janitor, store
 from jaxllm.kv_tiers.disk.block_file import PAGE_BYTES
 from jaxllm.kv_tiers.disk.folder import open_root
 from jaxllm.kv_tiers.disk.store import DiskStore
 from jaxllm.kv_tiers.pace import Pace
+from jaxllm.kv_tiers.stores import Stores
 from tests.helpers.waiting import wait_until
 from tests.kv_tiers.disk_engine import BLOCK_BYTES, FILE_BYTES, MODEL, NAMES, NUM_SLOTS, Memory, files
 
@@ -199,6 +202,45 @@ def test_after_a_failed_write_there_is_a_pause_and_one_warning(
     monkeypatch.undo()
     engine.store._paused_until = 0.0
     assert engine.write(1) == [True]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("lacks", ["room", "time"])
+def test_a_refused_write_is_offered_again_once_the_store_takes_it_and_not_before(
+    make: Any, monkeypatch: pytest.MonkeyPatch, lacks: str, at_once: bool
+) -> None:
+    engine = make(max_bytes=6 * FILE_BYTES)
+    if lacks == "room":
+        engine.write(*range(6))
+    contents = Contents(NUM_SLOTS)
+    stores = Stores([engine.store], contents, itertools.count(100), NUM_SLOTS, writes_at_once=at_once)
+    for number in range(NUM_SLOTS):
+        assert (content := contents.add(b"%032d" % number)) is not None
+        contents.make_ready(content)
+        contents.release(content)
+        stores.note_ready(content)
+
+    offers: list[int] = []
+    write, may_measure = engine.store.write, threading.Event()
+    monkeypatch.setattr(engine.store, "write", lambda number, *what: (offers.append(number), write(number, *what))[1])
+    measure = janitor.measure
+    monkeypatch.setattr(janitor, "measure", lambda root: (may_measure.wait(60), measure(root))[1])
+    engine.store._paused_until = time.monotonic() + 3600 if lacks == "time" else 0.0
+
+    def step() -> None:
+        stores.take_in()
+        stores.write_ahead()
+
+    for _ in range(50):
+        step()
+    assert len(offers) == 1 and not files(engine.store._root)[6:], "no step offers it in vain"
+    assert stores.is_behind == (at_once and lacks == "room"), "steps come while room is made"
+    may_measure.set()
+    engine.store._paused_until = 0.0
+    wait_until(lambda: step() or engine.store.find([b"%032d" % 0]))
+    assert len(offers) < 10
+    wait_until(lambda: step() or not stores.is_behind)
+    assert engine.stats.used_disk_bytes <= 6 * FILE_BYTES
 
 
 def test_a_disk_without_an_answer_holds_up_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
