@@ -400,7 +400,7 @@ class FakeWriter:
         self.layout, self.row_words, self.num_begun = Layout(format), format.part_words, 0
 
     def begin(
-        self, buffer: int, rows: int, arrived: Any, block_ids: Sequence[int], sums_nH: np.ndarray, addresses: Sequence[int]
+        self, buffer: int, rows: int, block_ids: Sequence[int], sums_nH: np.ndarray, addresses: Sequence[int]
     ) -> Callable[[], np.ndarray]:
         if self.num_failing:
             raise CudaError("it broke")
@@ -494,6 +494,7 @@ def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: p
     arguments = slots, blocks, np.stack(sums), addresses
     before = [[each.copy() for each in of_device] for of_device in caches]
     wait = transfer.load(1, jax.block_until_ready(zeros()), *arguments)
+    assert not any(fake.streams.values()), "a second copy would be queued behind this one"
     assert all((old == new).all() for pair in zip(before, caches, strict=True) for old, new in zip(*pair, strict=True))
     is_right, seconds = wait()
     assert is_right.tolist() == [True, True, False] and seconds > 0

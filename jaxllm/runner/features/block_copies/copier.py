@@ -214,8 +214,8 @@ class BlockCopier(OpRunner):
         return self._transfer.to_device(staging, op.slots)
 
     def _begin_load(self, op: LoadBlocks, mark: jax.Array, addresses: Addresses) -> None:
-        """Begin a load once the steps before it are done and a staging buffer is free, unless it is cancelled first. Another thread waits
-        for its end: a copy is queued while the one before it runs."""
+        """Copy a load to a staging buffer, once the steps before it are done and one is free, unless it is cancelled first. Another thread
+        waits until its blocks are written: the next one is copied meanwhile."""
         state, buffer = self._loads[op.number], None
         finish: Finish
         try:

@@ -164,33 +164,31 @@ class CudaTransfer:
         sums_DnH: np.ndarray,
         addresses: Addresses,
     ) -> Loading:
-        """Begin to copy slots into blocks, through a staging buffer. No step uses the blocks until what is returned has been waited for,
-        and nothing the buffer.
+        """Copy slots to a staging buffer, and begin to write it to blocks. No step uses the blocks until what is returned has been waited
+        for, and nothing the buffer.
 
+        Returns when the copy is over, so that none is queued behind it: what a step sends to the devices would wait for both.
         number: of the load's place among those under way. sums_DnH: uint32, the checksums that each device's parts should have; others are
         not written. addresses: of the caches. Raises CudaError, and then nothing is under way.
         """
         spans = self._begin("in", staging, slots)
+        seconds = _wait_for(spans)
         verdicts: list[Callable[[], np.ndarray]] = []
         try:
             for span, (device, part) in zip(spans, by_device(staging), strict=True):
                 self._runtime.begin("cudaSetDevice", span.ordinal)
-                writer, rows = self._writers[span.ordinal], part.unsafe_buffer_pointer()
-                to = addresses[span.ordinal]
-                verdicts.append(writer.begin(number, rows, span.last_event, block_ids, sums_DnH[device], to))
+                writer, rows, to = self._writers[span.ordinal], part.unsafe_buffer_pointer(), addresses[span.ordinal]
+                verdicts.append(writer.begin(number, rows, block_ids, sums_DnH[device], to))
         except BaseException:
-            with contextlib.suppress(CudaError):
-                _wait_for(spans)
             self._wait_for_writers()
             raise
-        return partial(self._loaded, staging, spans, verdicts)
+        return partial(self._written, staging, verdicts, seconds)
 
-    def _loaded(
-        self, staging: jax.Array, spans: Sequence["_Span"], verdicts: Sequence[Callable[[], np.ndarray]]
+    def _written(
+        self, staging: jax.Array, verdicts: Sequence[Callable[[], np.ndarray]], seconds: float
     ) -> tuple[np.ndarray, float]:
         """See `load`. staging: it stays as long as it is used."""
         try:
-            seconds = _wait_for(spans)
             return np.all([wait() for wait in verdicts], axis=0), seconds
         except BaseException:
             self._wait_for_writers()
@@ -254,11 +252,6 @@ class _Span:
         self._runtime, self.ordinal, self._stream = runtime, ordinal, stream
         self._events: list[ctypes.c_void_p] = []
         self._record()
-
-    @property
-    def last_event(self) -> ctypes.c_void_p:
-        """After `end`: that of the copy's end."""
-        return self._events[-1]
 
     def _record(self) -> None:
         event = ctypes.c_void_p()
