@@ -20,8 +20,8 @@ PLACES = {
     "kv.copy_in": Place(
         "core",
         "jaxllm.runner.features.block_copies.copier",
-        "BlockCopier._to_device",
-        corrupt=lambda self, op, *args: flip_bit(self.arena.view(op.slots[0])),
+        "BlockCopier._sums",
+        corrupt=lambda self, op: flip_bit(self.arena.view(op.slots[0])),
     ),
     "kv.scatter": Place("core", "jaxllm.runner.features.block_copies.programs", "scatter"),
     "kv.verdict": Place("core", "jaxllm.runner.features.block_copies.copier", "BlockCopier._verdict"),

@@ -145,6 +145,30 @@ def test_a_copy_to_the_host_begins_while_the_one_before_it_runs(copied: Copied, 
         np.testing.assert_array_equal(new[30:35], old[5:10])
 
 
+def test_beside_steps_a_copy_to_the_host_begins_when_the_one_before_it_is_over(
+    copied: Copied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer: Any = copied.copier._transfer
+    to_host, events = transfer.to_host, list[str]()
+
+    def begin(staging: jax.Array, slots: Sequence[int]) -> Waiting:
+        events.append("begins")
+        wait = to_host(staging, slots)
+
+        def waiting() -> tuple[jax.Array, float]:
+            time.sleep(0.02)
+            events.append("is over")
+            return wait()
+
+        return waiting
+
+    monkeypatch.setattr(transfer, "to_host", begin)
+    monkeypatch.setattr(copied.copier, "before_step", lambda batches: None)
+    monkeypatch.setattr(copied.copier, "_is_alone", False)
+    copied.run(GatherBlocks(1, [5, 6], [0, 1], 0), GatherBlocks(2, [8], [3], 1))
+    assert events == ["begins", "is over"] * 2
+
+
 def test_slots_have_the_same_bytes_whatever_devices_hold(copied: Copied) -> None:
     """[head][array][token][width], for each number of heads; of the first tokens first, where devices split these."""
     bits, slots = copied.bits(), copied.slots(3)
@@ -400,7 +424,7 @@ class FakeWriter:
         self.layout, self.row_words, self.num_begun = Layout(format), format.part_words, 0
 
     def begin(
-        self, buffer: int, rows: int, block_ids: Sequence[int], sums_nH: np.ndarray, addresses: Sequence[int]
+        self, buffer: int, rows: int, arrived: Any, block_ids: Sequence[int], sums_nH: np.ndarray, addresses: Sequence[int]
     ) -> Callable[[], np.ndarray]:
         if self.num_failing:
             raise CudaError("it broke")
@@ -475,7 +499,8 @@ def test_copies_of_cuda_reach_the_slots_and_come_back(monkeypatch: pytest.Monkey
     assert not fake.locked and not fake.streams
 
 
-def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside steps"])
+def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: pytest.MonkeyPatch, is_alone: bool) -> None:
     """On two devices, of arrays with different numbers of heads: as the program of CPUs writes them."""
     arrays = (CacheArray(4, 8, "float32"), CacheArray(2, 24, "bfloat16"), CacheArray(4, 4, "bfloat16"))
     fake, arena, transfer, place = cuda_copies(
@@ -493,8 +518,8 @@ def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: p
     zeros = jax.jit(lambda: jax.numpy.zeros((2, 8, format.part_words), np.uint32), out_shardings=place)
     arguments = slots, blocks, np.stack(sums), addresses
     before = [[each.copy() for each in of_device] for of_device in caches]
-    wait = transfer.load(1, jax.block_until_ready(zeros()), *arguments)
-    assert not any(fake.streams.values()), "a second copy would be queued behind this one"
+    wait = transfer.load(1, jax.block_until_ready(zeros()), *arguments, is_alone=is_alone)
+    assert any(fake.streams.values()) == is_alone, "a copy may be queued behind this one"
     assert all((old == new).all() for pair in zip(before, caches, strict=True) for old, new in zip(*pair, strict=True))
     is_right, seconds = wait()
     assert is_right.tolist() == [True, True, False] and seconds > 0
@@ -507,7 +532,7 @@ def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: p
             np.testing.assert_array_equal(one, other)
     monkeypatch.setattr(FakeWriter, "num_failing", 1)
     with pytest.raises(CudaError, match="it broke"):
-        transfer.load(0, jax.block_until_ready(zeros()), *arguments)
+        transfer.load(0, jax.block_until_ready(zeros()), *arguments, is_alone=is_alone)
     assert not any(fake.streams.values()) and not fake.events, "a copy is under way"
     assert not any(writer.num_begun for writer in transfer._writers.values())
     transfer.close()
@@ -525,7 +550,8 @@ class Beside(CudaTransfer):
     def addresses(self, caches: Sequence[jax.Array]) -> dict[int, tuple[int, ...]]:
         return {}
 
-    def load(self, number: int, staging: jax.Array, slots: Sequence[int], *others: Any) -> Any:
+    def load(self, number: int, staging: jax.Array, slots: Sequence[int], *others: Any, is_alone: bool) -> Any:
+        assert is_alone
         self.begun.append((list(slots), number))
         index = len(self.begun) - 1
         self.has_begun[index].set()

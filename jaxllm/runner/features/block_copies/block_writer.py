@@ -156,9 +156,15 @@ class BlockWriter:
         self._runtime.call("cudaStreamSynchronize", self.stream)
 
     def begin(
-        self, buffer: int, rows: int, block_ids: Sequence[int], sums_nH: np.ndarray, addresses: Sequence[int]
+        self,
+        buffer: int,
+        rows: int,
+        arrived: ctypes.c_void_p,
+        block_ids: Sequence[int],
+        sums_nH: np.ndarray,
+        addresses: Sequence[int],
     ) -> Callable[[], np.ndarray]:
-        """Begin to write the first rows of a staging buffer into blocks. Of this thread's device.
+        """Begin to write the first rows of a staging buffer into blocks, behind an event. Of this thread's device.
 
         buffer: number of the staging buffer, which nothing else uses meanwhile; rows: its address. sums_nH: uint32, the checksums that they
         should have; others are not written. addresses: of the caches' arrays. Returns what waits for it: bool [n], which were right.
@@ -171,6 +177,7 @@ class BlockWriter:
             self._send(self._pieces, self._layout.at(now))
             self._addresses = now
         runtime, bad = self._runtime, self._bad[buffer]
+        runtime.begin("cudaStreamWaitEvent", self.stream, arrived, 0)
         runtime.begin("cudaMemsetAsync", bad, 0, ctypes.c_size_t(4 * count), self.stream)
         row = (ctypes.c_void_p(rows), ctypes.c_uint(self._row_words))
         grid = (self._num_heads, count, 1)

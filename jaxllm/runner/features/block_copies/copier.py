@@ -64,6 +64,9 @@ class BlockCopier(OpRunner):
         """On GPUs the loads that are not over, by number."""
         self._planned: list[LoadBlocks] = []
         """Loads of the plan that is being dispatched."""
+        self._is_alone = True
+        """Whether the latest plan has no step. Only then a copy is queued while the one before it runs: what steps send to the devices and
+        back would wait for both."""
         self._mark: Callable[[], jax.Array] | None = None
         """Starts a program whose result is there once all that were started before are done."""
         self._finished: list[FinishedCopy] = []
@@ -153,6 +156,7 @@ class BlockCopier(OpRunner):
 
     def before_step(self, batches: Sequence["Batch"]) -> None:
         """See OpRunner. Starts the loads of the plan, behind all else that reads or writes blocks before its step."""
+        self._is_alone = not batches
         planned, self._planned = self._planned, []
         if planned and isinstance(self._transfer, CudaTransfer):
             assert self._mark is not None
@@ -173,13 +177,16 @@ class BlockCopier(OpRunner):
         return next(size for size in self.sizes if size >= num_blocks)
 
     def _store(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> None:
-        """Begin a copy to host memory once its program is over. Another thread waits for its end: a copy is queued while the one before it
-        runs."""
+        """Begin a copy to host memory once its program is over. If no steps run, another thread waits for its end."""
         try:
             finish = self._to_host(op, staging, sums)
         except BaseException as error:
             finish = partial(_fail, error)
-        self._threads[3].submit(partial(self._finish, op, finish))
+        end = partial(self._finish, op, finish)
+        if self._is_alone:
+            self._threads[3].submit(end)
+        else:
+            end()
 
     def _to_host(self, op: GatherBlocks, staging: jax.Array, sums: jax.Array) -> Finish:
         assert self._transfer is not None
@@ -197,9 +204,10 @@ class BlockCopier(OpRunner):
 
     def _load_in_order(self, op: LoadBlocks) -> None:
         """Copy slots to the devices, and start the program that writes their blocks."""
-        sums_DnH = self._sums(op)
+        assert self._transfer is not None
         try:
-            rows, seconds = self._to_device(op, self._staging[-1])()
+            sums_DnH = self._sums(op)
+            rows, seconds = self._transfer.to_device(self._staging[-1], op.slots)()
         except Exception as error:
             finish: Finish = partial(_fail, error)  # of this copy, not of the step with which it begins
         else:
@@ -209,13 +217,9 @@ class BlockCopier(OpRunner):
             finish = partial(self._verdict, op, lambda: (np.all(np.asarray(is_right_Dn), axis=0), seconds))
         self._threads[2].submit(partial(self._finish, op, finish))
 
-    def _to_device(self, op: LoadBlocks, staging: jax.Array) -> Waiting:
-        assert self._transfer is not None
-        return self._transfer.to_device(staging, op.slots)
-
     def _begin_load(self, op: LoadBlocks, mark: jax.Array, addresses: Addresses) -> None:
-        """Copy a load to a staging buffer, once the steps before it are done and one is free, unless it is cancelled first. Another thread
-        waits until its blocks are written: the next one is copied meanwhile."""
+        """Begin a load once the steps before it are done and a staging buffer is free, unless it is cancelled first. Another thread waits
+        for its end."""
         state, buffer = self._loads[op.number], None
         finish: Finish
         try:
@@ -236,7 +240,7 @@ class BlockCopier(OpRunner):
     def _load(self, op: LoadBlocks, buffer: int, addresses: Addresses) -> Loading:
         assert isinstance(self._transfer, CudaTransfer)
         staging = self._staging[self.num_staging + buffer]
-        return self._transfer.load(buffer, staging, op.slots, op.block_ids, self._sums(op), addresses)
+        return self._transfer.load(buffer, staging, op.slots, op.block_ids, self._sums(op), addresses, is_alone=self._is_alone)
 
     def _end_load(self, op: LoadBlocks, finish: Finish, buffer: int | None) -> None:
         self._finish(op, finish)

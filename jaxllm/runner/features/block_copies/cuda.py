@@ -163,32 +163,45 @@ class CudaTransfer:
         block_ids: Sequence[int],
         sums_DnH: np.ndarray,
         addresses: Addresses,
+        *,
+        is_alone: bool,
     ) -> Loading:
-        """Copy slots to a staging buffer, and begin to write it to blocks. No step uses the blocks until what is returned has been waited
-        for, and nothing the buffer.
+        """Begin to copy slots into blocks, through a staging buffer. No step uses the blocks until what is returned has been waited for,
+        and nothing the buffer.
 
-        Returns when the copy is over, so that none is queued behind it: what a step sends to the devices would wait for both.
         number: of the load's place among those under way. sums_DnH: uint32, the checksums that each device's parts should have; others are
-        not written. addresses: of the caches. Raises CudaError, and then nothing is under way.
+        not written. addresses: of the caches. is_alone: whether no steps run. Else this returns once the copy is over, so that no other
+        is queued behind it: what steps send to the devices would wait for both. Raises CudaError, and then nothing is under way.
         """
         spans = self._begin("in", staging, slots)
-        seconds = _wait_for(spans)
         verdicts: list[Callable[[], np.ndarray]] = []
         try:
             for span, (device, part) in zip(spans, by_device(staging), strict=True):
                 self._runtime.begin("cudaSetDevice", span.ordinal)
                 writer, rows, to = self._writers[span.ordinal], part.unsafe_buffer_pointer(), addresses[span.ordinal]
-                verdicts.append(writer.begin(number, rows, block_ids, sums_DnH[device], to))
+                verdicts.append(writer.begin(number, rows, span.last_event, block_ids, sums_DnH[device], to))
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                _wait_for(spans)
+            self._wait_for_writers()
+            raise
+        copied = partial(_wait_for, spans)
+        wait = partial(self._written, staging, verdicts)
+        if is_alone:
+            return lambda: wait(copied)
+        try:
+            seconds = copied()
         except BaseException:
             self._wait_for_writers()
             raise
-        return partial(self._written, staging, verdicts, seconds)
+        return lambda: wait(lambda: seconds)
 
     def _written(
-        self, staging: jax.Array, verdicts: Sequence[Callable[[], np.ndarray]], seconds: float
+        self, staging: jax.Array, verdicts: Sequence[Callable[[], np.ndarray]], copied: Callable[[], float]
     ) -> tuple[np.ndarray, float]:
         """See `load`. staging: it stays as long as it is used."""
         try:
+            seconds = copied()
             return np.all([wait() for wait in verdicts], axis=0), seconds
         except BaseException:
             self._wait_for_writers()
@@ -252,6 +265,11 @@ class _Span:
         self._runtime, self.ordinal, self._stream = runtime, ordinal, stream
         self._events: list[ctypes.c_void_p] = []
         self._record()
+
+    @property
+    def last_event(self) -> ctypes.c_void_p:
+        """After `end`: that of the copy's end."""
+        return self._events[-1]
 
     def _record(self) -> None:
         event = ctypes.c_void_p()

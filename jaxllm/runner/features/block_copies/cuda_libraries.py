@@ -37,7 +37,7 @@ class Runtime:
             raise CudaError(f"{name} failed: {self._library.cudaGetErrorName(code).decode()}")
 
     def architecture(self, ordinal: int) -> str:
-        """What kernels for a device are compiled for, e.g. sm_90."""
+        """The architecture of a device, e.g. sm_90."""
         found = []
         for attribute in (_MAJOR, _MINOR):
             value = ctypes.c_int()
@@ -75,7 +75,7 @@ class Driver:
         self.call("cuLaunchKernel", function, *grid, *threads, 0, stream, pointers, None)
 
     def unload(self, module: ctypes.c_void_p) -> None:
-        """Of this thread's device, as far as that allows it if it is lost."""
+        """Unload kernels from this thread's device, as far as one that is lost allows it."""
         self._library.cuModuleUnload(module)
 
 
