@@ -538,6 +538,18 @@ def test_loads_of_cuda_write_blocks_that_have_the_right_checksums(monkeypatch: p
     transfer.close()
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_addresses_are_those_of_each_devices_arrays(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
+    _, _, transfer, place = cuda_copies(monkeypatch, 1, num_devices)
+    caches = [jax.device_put(np.zeros((2 * num_devices, size), np.float32), place) for size in (3, 5)]
+    found = transfer.addresses(caches)
+    shards = [{shard.device.local_hardware_id: shard.data for shard in cache.addressable_shards} for cache in caches]
+    assert found == {
+        ordinal: tuple(of_cache[ordinal].unsafe_buffer_pointer() for of_cache in shards) for ordinal in range(num_devices)
+    }
+    transfer.close()
+
+
 class Beside(CudaTransfer):
     """A transfer whose loads are over when a test says so."""
 

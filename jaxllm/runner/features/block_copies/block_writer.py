@@ -205,7 +205,8 @@ class BlockWriter:
 
     def close(self) -> None:
         """Give back what the device and the host have, as far as a device that is lost allows it."""
-        calls = [("cudaFree", address) for address in self._memory] + [("cudaFreeHost", address) for address in self._pinned]
+        calls: list[tuple[str, Any]] = [("cudaSetDevice", self._ordinal)]
+        calls += [("cudaFree", address) for address in self._memory] + [("cudaFreeHost", address) for address in self._pinned]
         if self.stream:
             calls.append(("cudaStreamDestroy", self.stream))
         for name, argument in calls:
