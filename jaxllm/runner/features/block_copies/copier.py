@@ -157,20 +157,21 @@ class BlockCopier(OpRunner):
     def before_step(self, batches: Sequence["Batch"]) -> None:
         """See OpRunner. Starts the loads of the plan, behind all else that reads or writes blocks before its step."""
         self._is_alone = not batches
-        planned, self._planned = self._planned, []
-        if planned and isinstance(self._transfer, CudaTransfer):
+        if self._planned and isinstance(self._transfer, CudaTransfer):
             assert self._mark is not None
             mark, addresses = self._mark(), self._transfer.addresses(self._runner.caches)
-            for op in planned:
+            for op in self._planned:
                 self._threads[1].submit(partial(self._begin_load, op, mark, addresses))
-        else:
-            for op in planned:
-                self._load_in_order(op)
+            self._planned.clear()
+        while self._planned:
+            self._load_in_order(self._planned[0])
+            del self._planned[0]
 
     def replace_lost(self) -> None:
-        """See OpRunner. Loads whose step did not come are lost with it."""
+        """See OpRunner. Loads that a plan which failed has not started never will be."""
         for op in self._planned:
             self._loads.pop(op.number, None)
+        self._num_under_way -= len(self._planned)
         self._planned.clear()
 
     def _size(self, num_blocks: int) -> int:
