@@ -79,7 +79,7 @@ def test_slots_of_states_have_the_same_bytes_whatever_devices_hold(copied: Copie
     layout, (_, states) = copied.runner.shapes.cache, split(copied)
     ids, slots = blocks_of(copied, 30), copied.slots(layout.state_blocks)
     run(copied.runner, Store.name, 3, ids)
-    copied.run(GatherBlocks(1, 0, ids, slots))
+    copied.run(GatherBlocks(1, ids, slots, 0))
     of_heads = np.concatenate([state[3].reshape(len(state[3]), -1) for state in states], axis=1)
     num_heads, num_bytes = of_heads.shape
     head_bytes = layout.block_bytes // num_heads // 4 * 4

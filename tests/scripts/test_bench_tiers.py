@@ -35,7 +35,7 @@ def test_parts_find_their_rows_with_toy_sizes(tmp_path, monkeypatch, capsys) -> 
     bench_tiers.main()
     found = json.loads(path.read_text())["rows"]
     rows = {row["name"]: row for row in found}
-    assert len(rows) == len(found) == 23
+    assert len(rows) == len(found) == 22
     signed = ("host time that host memory adds", "first token, what two engines add", "blocks copied")
     assert all(row["value"] > 0 for name, row in rows.items() if not name.startswith(signed))
     assert rows["blocks copied in a cache that is never full"]["value"] == 0
