@@ -205,7 +205,7 @@ class BlockCopier(OpRunner):
 
     def _load_in_order(self, op: LoadBlocks) -> None:
         """Copy slots to the devices, and start the program that writes their blocks."""
-        assert self._transfer is not None
+        assert isinstance(self._transfer, PlainTransfer)
         try:
             sums_DnH = self._sums(op)
             rows, seconds = self._transfer.to_device(self._staging[-1], op.slots)()

@@ -141,19 +141,16 @@ class CudaTransfer:
         spans = self._begin("out", staging, slots)
         return lambda: (staging, _wait_for(spans))
 
-    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
-        spans = self._begin("in", staging, slots)
-        return lambda: (staging, _wait_for(spans))
-
     def addresses(self, caches: Sequence[jax.Array]) -> Addresses:
         """Where these arrays are. Does not wait for the programs that compute them."""
-        devices = [shard.device.local_hardware_id for shard in caches[0].addressable_shards]
-        if len(devices) == 1:
-            return {devices[0]: tuple(array.unsafe_buffer_pointer() for array in caches)}
-        return {
-            ordinal: tuple(array.addressable_data(index).unsafe_buffer_pointer() for array in caches)
-            for index, ordinal in enumerate(devices)
-        }
+        if len(self._ordinals) == 1:
+            return {self._ordinals[0]: tuple(array.unsafe_buffer_pointer() for array in caches)}
+        found: dict[int, list[int]] = {ordinal: [] for ordinal in self._ordinals}
+        for array in caches:
+            for index in range(len(self._ordinals)):
+                part = array.addressable_data(index)
+                found[part.device.local_hardware_id].append(part.unsafe_buffer_pointer())  # type: ignore[union-attr]
+        return {ordinal: tuple(addresses) for ordinal, addresses in found.items()}
 
     def load(
         self,

@@ -21,14 +21,11 @@ Addresses = Mapping[int, tuple[int, ...]]
 
 
 class Transfer(Protocol):
-    """Begins copies, which run one after the other in each direction. One thread calls `to_host`, one `to_device`, and one for each
-    direction what it returns; no program uses the buffer meanwhile. After an error none of its copies is under way."""
+    """Copies staging buffers to slots, one after the other. One thread calls `to_host`, one what it returns; no program uses the buffer
+    meanwhile. After an error none of its copies is under way. The way back differs: see `PlainTransfer` and `CudaTransfer`."""
 
     def to_host(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
         """Copy the first rows of a staging buffer, each to its slot."""
-
-    def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
-        """Copy slots to the first rows of a staging buffer."""
 
     def add_region(self, number: int, region: Region, stop: threading.Event) -> None:
         """See Regions. Any thread calls it."""
@@ -50,6 +47,7 @@ class PlainTransfer:
         return partial(_timed, self._to_host, staging, slots)
 
     def to_device(self, staging: jax.Array, slots: Sequence[int]) -> Waiting:
+        """Copy slots to the first rows of a buffer in place of this one."""
         return partial(_timed, self._to_device, staging, slots)
 
     def _to_host(self, staging: jax.Array, slots: Sequence[int]) -> jax.Array:
