@@ -6,9 +6,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -86,6 +88,28 @@ def until(client: httpx.Client, name: str, rank: int, holds: Callable[[float], b
     while not holds(value := metric(client, name, rank)):
         assert time.monotonic() < deadline, f"{name} of engine {rank} stays {value:g}"
         time.sleep(0.05)
+
+
+@contextmanager
+def kept_busy(ask: Callable[[str, int], list[str]], name: str) -> Iterator[dict[int, list[str]]]:
+    """Keep 16 requests under way, each of another number. At the end wait for all answers, which are then in what it gives, by number.
+    A fixed count of requests may be over before a metric shows one of them."""
+    answers: dict[int, list[str]] = {}
+    numbers, ended = count(), Event()
+
+    def go_on() -> None:
+        while not ended.is_set():
+            number = next(numbers)
+            answers[number] = ask(name, number)
+
+    with ThreadPoolExecutor(16) as pool:
+        workers = [pool.submit(go_on) for _ in range(16)]
+        try:
+            yield answers
+        finally:
+            ended.set()
+        for worker in workers:
+            worker.result()
 
 
 def until_idle(client: httpx.Client) -> None:
@@ -269,12 +293,11 @@ def test_engines_of_each_role_that_are_killed_under_load_cost_no_answer(server: 
                 until(client, f"{each}_total", rank, before[rank].__lt__)
 
         passes_on("before")
-        asked = [pool.submit(ask, "killed", number) for number in range(16)]
-        for rank, pid in ((0, min(engines)), (2, max(engines))):  # engines are started in the order of their ranks
-            until(client, "num_requests_running", rank, (1.0).__le__)
-            until(client, "kv_leases", rank, (0.0 if rank in DECODES else 1.0).__le__)
-            os.kill(pid, signal.SIGKILL)
-        answers = [each.result() for each in asked]
+        with kept_busy(ask, "killed") as answers:
+            for rank, pid in ((0, min(engines)), (2, max(engines))):  # engines are started in the order of their ranks
+                until(client, "num_requests_running", rank, (1.0).__le__)
+                until(client, "kv_leases", rank, (0.0 if rank in DECODES else 1.0).__le__)
+                os.kill(pid, signal.SIGKILL)
         for number in (0, 5, 10, 15):
             alone = {"temperature": 0, "max_tokens": 16, "prompt_logprobs": 0}
             assert answers[number] == texts_of(complete(client, f"killed {number}: {TEXT * 6}", **alone))

@@ -14,7 +14,17 @@ import httpx
 import pytest
 
 from jaxllm import env
-from tests.end_to_end.test_prefill_decode import CHUNKS, SMALL, TEXT, complete, metric, shared_memory, texts_of, until
+from tests.end_to_end.test_prefill_decode import (
+    CHUNKS,
+    SMALL,
+    TEXT,
+    complete,
+    kept_busy,
+    metric,
+    shared_memory,
+    texts_of,
+    until,
+)
 from tests.helpers.ports import free_port, free_ports
 from tests.helpers.serve_processes import ServerProcess, serving
 from tests.helpers.tiers import need_tiers
@@ -123,11 +133,10 @@ def test_engines_of_hosts_that_are_killed_cost_no_answer_and_come_back(hosts: Ho
             return texts_of(complete(client, f"{name} {number}: {TEXT * 4}", temperature=0, max_tokens=8, **fields))
 
         for rank, states in ((1, ["serving", "down", "serving", "serving"]), (3, ["serving"] * 3 + ["down"])):
-            asked = [pool.submit(ask, f"killed {rank}", number) for number in range(16)]
-            until(client, "num_requests_running", rank, (1.0).__le__)
-            hosts.each[rank].process.send_signal(signal.SIGKILL)
-            hosts.until(states)
-            answers = [each.result() for each in asked]
+            with kept_busy(ask, f"killed {rank}") as answers:
+                until(client, "num_requests_running", rank, (1.0).__le__)
+                hosts.each[rank].process.send_signal(signal.SIGKILL)
+                hosts.until(states)
             for number in (0, 5, 10, 15):
                 assert answers[number] == ask(f"killed {rank}", number, prompt_logprobs=0)
             before = sum(pulled_bytes(client).values())
