@@ -74,8 +74,9 @@ class Loads:
 
     def finished(self) -> list[tuple[int, Sequence[bool]]]:
         """Take the loads that are over, with whether each block has its content."""
-        over: list[tuple[int, Sequence[bool]]] = []
-        over += [(load.number, load.is_right) for load in self.under_way.values() if not load.num_left]
+        over: list[tuple[int, Sequence[bool]]] = [
+            (load.number, load.is_right) for load in self.under_way.values() if not load.num_left
+        ]
         for number, _ in over:
             del self.under_way[number]
         return over

@@ -14,9 +14,9 @@ class TierStep(NamedTuple):
     """Operations that a tier adds to a step, and its finished loads."""
 
     ops: Sequence[AnyDeviceOp] = ()
-    """Writes contents that have arrived into their blocks."""
+    """What reads or writes blocks before the step."""
     loaded: Sequence[tuple[int, Sequence[bool]]] = ()
-    """Loads that are over, with whether each block has its content: the ops that wrote it were in earlier plans."""
+    """Loads that are over, with whether each block has its content: earlier plans had the ops."""
 
 
 NOTHING = TierStep()

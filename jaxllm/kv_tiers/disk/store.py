@@ -126,7 +126,7 @@ class DiskStore:
 
     def write(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> bool:
         num_bytes = len(names) * self.content_bytes
-        if (folder := self._folder) is None or not self._takes(num_bytes):
+        if not self._takes(num_bytes) or (folder := self._folder) is None:
             self._refused = self._refused or (number, num_bytes)
             return False
         self._begin(WriteTask, self._writers, folder, number, names, slots, self.blocks_per_file)

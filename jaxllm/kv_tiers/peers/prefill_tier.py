@@ -83,7 +83,7 @@ class PrefillTier(HostTier):
     # See CacheTier
 
     def begin_step(self, step_id: int, done_step_id: int) -> TierStep:
-        step = super().begin_step(step_id, done_step_id)
+        loaded = super().begin_step(step_id, done_step_id).loaded
         for lease in self._leases.take_ended():
             self.contents.release_all(self._held.pop(lease))
         ops = self._store_wanted()
@@ -91,7 +91,7 @@ class PrefillTier(HostTier):
         for lease in self._pending:
             self._hold_ready(lease)
         self._pending = [lease for lease in self._pending if lease.pending and not lease.is_over]
-        return TierStep([*step.ops, *ops], step.loaded)
+        return TierStep(ops, loaded)
 
     def discard(self, names: Sequence[bytes]) -> None:
         super().discard(names)

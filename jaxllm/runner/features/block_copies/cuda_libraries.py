@@ -13,7 +13,7 @@ _MAJOR, _MINOR = 75, 76
 
 
 class CudaError(RuntimeError):
-    """A call of CUDA's runtime failed."""
+    """A call of CUDA's runtime, driver or compiler failed."""
 
 
 class Runtime:
