@@ -106,7 +106,7 @@ def _items(
             jax.ShapeDtypeStruct((2 * num_workers, num_heads), jnp.float32),
         ),
         grid=(num_workers,),
-        grid_names=("worker",),
+        grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
@@ -257,7 +257,7 @@ def _attend(item: Item, carry, *, whole_ref, partial_ref, lse_ref, smem, score_s
     acc_LN = acc_LN * lax.broadcast_in_dim(1.0 / sum_N, acc_LN.shape, [1])
 
     is_whole, heads = item.is_first & item.is_last, Rows(0, num_heads, num_heads)
-    part = 2 * lax.axis_index("worker") + item.is_first.astype(jnp.int32)
+    part = 2 * lax.axis_index("cta") + item.is_first.astype(jnp.int32)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffer still holds what the item before stores
     paged._store_transposed(smem["out"], acc_LN)
     plgpu.commit_smem()

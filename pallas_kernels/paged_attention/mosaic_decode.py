@@ -3,14 +3,15 @@
     rows x heads   |-- row 0, head 0 --|-- row 0, head 1 --|- row 1, head 0 -|- row 1, head 1 -|   in tiles of block_k keys
     workers        [---- 0 ----][---- 1 ----][---- 2 ----][---- 3 ----][---- 4 ----][--- 5 ---]   (stream-K, Osama et al. 2023)
 
-A worker is a CTA. Its range cuts into items, each (part of) one row and head. A whole one is written to the result; a part goes
-to a buffer, and a second kernel merges the parts by their softmax sums (split-KV as in Flash-Decoding, Dao et al. 2023).
+A worker is two warpgroups, in a CTA of their own or of three workers. Its range cuts into items, each (part of) one row and head. A whole
+one is written to the result; a part goes to a buffer, and a second kernel merges the parts by their softmax sums (split-KV as in
+Flash-Decoding, Dao et al. 2023).
 
     producer warpgroup   page table -> TMA copies of whole pages -> ring of num_stages tiles in shared memory, across items
     compute warpgroup    S^T[k, n] = K[k, H] q^T[H, n];   online softmax in base 2;   O^T[H, n] += V^T[H, k] P^T[k, n]
 
 Keys are the M of the products and the G query heads of a KV head, filled up to a multiple of 8, their N: no work is spent on 64
-rows of queries that are not there. Two CTAs share a core, so that one computes while the other waits.
+rows of queries that are not there. Two or three workers share a core, so that one computes while another waits.
 Of W queries a row, N are the W * G query heads that share its keys; each query has its own last key.
 Over a float8_e4m3fn cache a warp reads tiles from shared memory straight into registers, as float16 operands of K and V^T (`eight_bits`).
 """
@@ -53,27 +54,41 @@ PAGE_SIZES = (8, 16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
 CHUNK = 64  # numbers of a row that pass through registers at once
+_REDUCED = 256  # numbers of scratch space: two of each lane of four warps
 _NARROW_BYTES = 96 << 10
 """Of an 8-bit cache in flight, of a core: twice as many were slower on an H100, 66 us in place of 59 over 64 rows of 1152 keys."""
+_MANY_ROWS = 8
+"""Over more rows of an 8-bit cache of width 128 a core has three workers. They share a CTA, because ptxas would give the threads of three
+CTAs too many registers for a core. µs over rows of 1152 keys on an H200, by three workers and by two: 256 rows 171 and 202, 64 rows 54.8
+and 60.1, 8 rows 20.9 and 20.8, one 13.8 and 11.9. Two read a 16-bit cache as fast as a copy."""
+_REGISTERS = {3: (120, 40)}
+"""By the number of workers of a CTA: registers of a thread of the compute warpgroups and of the producers."""
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Sizes of the decode kernel: keys per tile, tiles in the ring, CTAs per core, the least tiles that a worker is started for."""
+    """Sizes of the decode kernel: keys per tile, tiles in a worker's ring, CTAs per core, the least tiles that a worker is started for,
+    workers per CTA."""
 
     block_k: int = 64
     num_stages: int = 3
     ctas_per_core: int = 2
     min_share: int = 1
+    workers_per_cta: int = 1
 
 
-def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1) -> DecodeTiles:
-    """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for."""
+def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1, num_rows: int = 1) -> DecodeTiles:
+    """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for.
+
+    One CTA of three workers over many rows of an 8-bit cache (`_MANY_ROWS`).
+    """
     block_k, padded_lines = 64, -(-num_queries * num_groups // 8) * 8
     fixed = padded_lines * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
     if cache_itemsize == 1 or num_queries > 1:
         fixed += 2 * head_dim * padded_lines  # the queries, widened or in tiles
     tile = 2 * block_k * head_dim * cache_itemsize
+    if cache_itemsize == 1 and (padded_lines, head_dim) == (8, 128) and num_rows > _MANY_ROWS:
+        return DecodeTiles(block_k=block_k, num_stages=_NARROW_BYTES // 3 // tile, ctas_per_core=1, workers_per_cta=3)
     stages = {ctas: (SMEM_BYTES // ctas - fixed - 1024) // tile for ctas in (1, 2)}
     ctas = 2 if stages[2] >= 3 and padded_lines * head_dim < 2048 else 1
     most = max(2, _NARROW_BYTES // ctas // tile) if cache_itemsize == 1 else 8
@@ -196,9 +211,9 @@ def paged_decode(
         pages = (k_pages_PKSH, v_pages_PKSH)
         return in_parts(paged_decode, most, (q_RKGH,), pages, page_table_RB, kv_length_R, **options)
     if tiles is None:
-        tiles = pick_tiles(num_groups, head_dim, cache_itemsize, num_queries)
+        tiles = pick_tiles(num_groups, head_dim, cache_itemsize, num_queries, kv_length_R.shape[0])
     if num_workers is None:
-        num_workers = num_cores() * tiles.ctas_per_core
+        num_workers = num_cores() * tiles.ctas_per_core * tiles.workers_per_cta
     span = None if window is None else window + num_queries - 1
     plan = make_plan(kv_length_R, num_kv_heads, tiles, span, num_workers)
     whole_RKGH, partial_CGH, lse_CN = decode_items(
@@ -261,6 +276,7 @@ def decode_items(
         num_queries=num_queries,
         block_k=tiles.block_k,
         num_stages=tiles.num_stages,
+        workers_per_cta=tiles.workers_per_cta,
         score_scale=scale * LOG2E,
         soft_cap=None if soft_cap is None else soft_cap * LOG2E,
         window=window,
@@ -281,6 +297,19 @@ def decode_items(
     pages = (
         plgpu.SMEM(ring, cache_dtype, transforms=eight_bits.transforms(head_dim)) if is_narrow else _swizzled(ring, cache_dtype)
     )
+    scratch = {
+        # Without tiles queries of several tokens come to lie one behind the other.
+        "q": plgpu.SMEM(q_shape, dtype) if is_narrow or num_queries > 1 else _swizzled(q_shape, dtype),
+        "k": pages,
+        "v": pages,
+        "p": _swizzled((padded_lines, tiles.block_k), compute_dtype),
+        "out": plgpu.SMEM((padded_lines, head_dim), dtype),
+        "partial": plgpu.SMEM((padded_lines, head_dim), jnp.float32),
+        **copied,
+    }
+    barriers = {"q_full": (num_queries, 2), "q_free": (1, 2)}
+    for name in ("k", "v"):
+        barriers |= {f"{name}_full": (copies, tiles.num_stages), f"{name}_free": (1, tiles.num_stages)}
     return plgpu.kernel(
         kernel,
         out_type=(
@@ -288,31 +317,62 @@ def decode_items(
             jax.ShapeDtypeStruct((2 * num_workers, num_lines, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((2 * num_workers, padded_lines), jnp.float32),
         ),
-        grid=(num_workers,),
-        grid_names=("worker",),
-        num_threads=2,
+        grid=(num_workers // tiles.workers_per_cta,),
+        grid_names=("cta",),
+        num_threads=2 * tiles.workers_per_cta,
         thread_name="warpgroup",
-        scratch_types=(
-            {
-                # Without tiles queries of several tokens come to lie one behind the other.
-                "q": plgpu.SMEM(q_shape, dtype) if is_narrow or num_queries > 1 else _swizzled(q_shape, dtype),
-                "k": pages,
-                "v": pages,
-                "p": _swizzled((padded_lines, tiles.block_k), compute_dtype),
-                "out": plgpu.SMEM((padded_lines, head_dim), dtype),
-                "partial": plgpu.SMEM((padded_lines, head_dim), jnp.float32),
-                **copied,
-                "q_full": plgpu.Barrier(num_arrivals=num_queries, num_barriers=2),
-                "q_free": plgpu.Barrier(num_barriers=2),
-                "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
-                "k_free": plgpu.Barrier(num_barriers=tiles.num_stages),
-                "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.num_stages),
-                "v_free": plgpu.Barrier(num_barriers=tiles.num_stages),
-            },
-        ),
+        scratch_types=(_of_all_workers(tiles.workers_per_cta, scratch, barriers),),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=mosaic_interpret(interpret),
     )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6, *scales, *sinks)
+
+
+def _of_all_workers(count: int, arrays: dict[str, Any], barriers: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """Shared memory of a CTA from that of a worker: arrays, and barriers by their arrivals and number."""
+    if count > 1:
+        arrays = {name: plgpu.SMEM((count, *x.shape), x.dtype, transforms=x.transforms) for name, x in arrays.items()}
+        arrays["reduced"] = plgpu.SMEM((count, _REDUCED), jnp.float32)
+    return arrays | {
+        name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count * number) for name, (arrivals, number) in barriers.items()
+    }
+
+
+def _of_worker(index: jax.Array, smem: dict[str, Any], num_stages: int) -> dict[str, Any]:
+    """A worker's part of a CTA's shared memory."""
+
+    def part(name: str, ref: Any) -> Any:
+        if not name.endswith(("_full", "_free")):
+            return ref.at[index]
+        return _Barriers(ref, index * (2 if name.startswith("q_") else num_stages))
+
+    return {name: part(name, ref) for name, ref in smem.items()}
+
+
+@dataclass(frozen=True)
+class _Barriers:
+    """The barriers of an array from one on: `at` as of a reference, of which a part of barriers cannot be taken."""
+
+    ref: Any
+    first: jax.Array
+
+    @property
+    def at(self) -> "_Barriers":
+        return self
+
+    def __getitem__(self, index: jax.Array) -> Any:
+        return self.ref.at[self.first + index]
+
+
+def _reduce(operation: str, x_kN: jax.Array, scratch_ref: Any) -> jax.Array:
+    """The "max" or "add" over the rows of an array in LAYOUT, in a worker's own scratch space: the CTA's is one for all its workers, which
+    nothing reports (results are wrong)."""
+    result = plgpu.ShapeDtypeStruct(x_kN.shape[1:], x_kN.dtype, layout=LAYOUT.reduce(0))
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=result)
+    def reduce(_: Any, x: Any, scratch: Any) -> Any:
+        return x.reduce(operation, 0, scratch)
+
+    return reduce(x_kN, scratch_ref)
 
 
 def combine_items(
@@ -353,9 +413,27 @@ class Item(NamedTuple):
     is_last: jax.Array
 
 
-def _walk(visit: Callable[[Item, Any], Any], carry: Any, rows_ref, work_ref, *, num_kv_heads, block_k, window) -> Any:
-    """The items of this worker, in order."""
-    worker = lax.axis_index("worker")
+def _worker(workers_per_cta: int = 1) -> jax.Array:
+    """The index of the worker that this is."""
+    index = lax.axis_index("cta")
+    if workers_per_cta > 1:
+        index = index * workers_per_cta + lax.div(lax.axis_index("warpgroup"), jnp.int32(2))
+    return index
+
+
+def _walk(
+    visit: Callable[[Item, Any], Any],
+    carry: Any,
+    rows_ref,
+    work_ref,
+    *,
+    num_kv_heads,
+    block_k,
+    window,
+    find_worker: Callable[[], jax.Array] = _worker,
+) -> Any:
+    """The items of a worker, in order."""
+    worker = find_worker()
     place, row, length, head, tile, left = (work_ref[worker, column] for column in (PLACE, ROW, LENGTH, HEAD, TILE, COUNT))
 
     def body(state):
@@ -397,6 +475,7 @@ def _decode_kernel(
     num_queries: int,
     block_k: int,
     num_stages: int,
+    workers_per_cta: int,
     score_scale: float,
     soft_cap: float | None,
     window: int | None,
@@ -410,20 +489,35 @@ def _decode_kernel(
     """
     sinks_ref, out_ref, partial_ref, lse_ref, smem = refs if has_sinks else (None, *refs)
     span = None if window is None else window + num_queries - 1
+    find_worker = functools.partial(_worker, workers_per_cta)
+    if workers_per_cta > 1:
+        smem = _of_worker(lax.div(lax.axis_index("warpgroup"), jnp.int32(2)), smem, num_stages)
     walk = functools.partial(
-        _walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=num_kv_heads, block_k=block_k, window=span
+        _walk,
+        rows_ref=rows_ref,
+        work_ref=work_ref,
+        num_kv_heads=num_kv_heads,
+        block_k=block_k,
+        window=span,
+        find_worker=find_worker,
     )
     unit = eight_bits.UNIT if jnp.dtype(k_ref.dtype).itemsize == 1 else 1.0
+    registers = _REGISTERS.get(workers_per_cta)
     warpgroup = lax.axis_index("warpgroup")
+    if workers_per_cta > 1:
+        warpgroup = lax.rem(warpgroup, jnp.int32(2))
 
     @pl.when(warpgroup == 0)
     def _compute():
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
         visit = functools.partial(
             _attend,
             out_ref=out_ref,
             partial_ref=partial_ref,
             lse_ref=lse_ref,
             smem=smem,
+            find_worker=find_worker,
             num_groups=num_groups,
             num_queries=num_queries,
             score_scale=score_scale * unit * k_scale_ref[0],
@@ -438,6 +532,8 @@ def _decode_kernel(
 
     @pl.when(warpgroup == 1)
     def _produce():
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
         visit = functools.partial(
             _fetch,
             q_ref=q_ref,
@@ -517,6 +613,7 @@ def _attend(
     partial_ref,
     lse_ref,
     smem,
+    find_worker,
     num_groups: int,
     num_queries: int,
     score_scale,
@@ -569,6 +666,11 @@ def _attend(
 
         return pl.run_state(multiply)(plgpu.ACC.init(acc_HN))
 
+    def over_keys(operation, x_kN):
+        if interpret or "reduced" not in smem:
+            return x_kN.max(axis=0) if operation == "max" else x_kN.sum(axis=0)
+        return _reduce(operation, x_kN, smem["reduced"])
+
     def tile(name, stage):
         """What the products take it from: where interpreted, an 8-bit one is widened before."""
         ref = smem[name].at[stage]
@@ -587,7 +689,7 @@ def _attend(
         if soft_cap is not None:
             scores_kN = cap_scores(scores_kN, soft_cap)
         scores_kN = jnp.where(is_visible_to_each(start, scores_kN.shape), scores_kN, MASKED)
-        new_max_N = jnp.maximum(max_N, scores_kN.max(axis=0))
+        new_max_N = jnp.maximum(max_N, over_keys("max", scores_kN))
         weights_kN = jnp.exp2(scores_kN - lax.broadcast_in_dim(new_max_N, scores_kN.shape, [1]))
         shrink_N = jnp.exp2(max_N - new_max_N)
         sum_kN = sum_kN * lax.broadcast_in_dim(shrink_N, sum_kN.shape, [1]) + weights_kN
@@ -631,7 +733,7 @@ def _attend(
     )
     acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
     plgpu.barrier_arrive(smem["q_free"].at[slot])
-    sum_N = sum_kN.sum(axis=0)
+    sum_N = over_keys("add", sum_kN)
     if sinks_ref is not None:
         # Of a part, the combination adds it.
         sink_N = plgpu.load(sinks_ref, (item.head,), layout=LAYOUT.reduce(0), optimized=False) * LOG2E
@@ -639,12 +741,12 @@ def _attend(
     acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
 
     store = eight_bits.store_result if is_narrow and not interpret else _store_transposed
-    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, store, num_groups, num_queries)
+    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, find_worker, store, num_groups, num_queries)
     return num_items + 1, num_tiles + item.num_tiles
 
 
 def _store_item(
-    item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, store, num_groups: int, num_queries: int
+    item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, find_worker, store, num_groups: int, num_queries: int
 ) -> None:
     """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
     is_whole, groups, num_lines = item.is_first & item.is_last, Rows(0, num_groups, num_groups), num_queries * num_groups
@@ -661,7 +763,7 @@ def _store_item(
 
     @pl.when(jnp.logical_not(is_whole))
     def _store_part():
-        part = 2 * lax.axis_index("worker") + item.is_first.astype(jnp.int32)
+        part = 2 * find_worker() + item.is_first.astype(jnp.int32)
         store(smem["partial"], acc_HN)
         plgpu.commit_smem()
         row_copies.store(smem["partial"].at[pl.ds(0, num_lines)], partial_ref, Rows(0, num_lines, num_lines), before=(part,))

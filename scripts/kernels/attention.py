@@ -20,7 +20,8 @@ from pallas_kernels.checking.attention import (
     worst_error,
 )
 from pallas_kernels.checking.case import Case
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, TAKING_PARTS, triton_decode, triton_prefill
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, TAKING_PARTS, mosaic_decode, triton_decode, triton_prefill
+from pallas_kernels.paged_attention.mosaic_decode import DecodeTiles
 from pallas_kernels.paged_attention.parts import combine
 
 FP8 = "float8_e4m3fn"
@@ -130,6 +131,16 @@ def check_cases(tiny: bool) -> list[Case]:
         *_in_parts(),
         Batch("sinks of long rows", decodes=(4096, 32768, 0), num_groups=8, has_sinks=True),
         Batch("sinks of 512 rows", decodes=many, head_dim=64, num_groups=8, has_sinks=True),
+        *(
+            Batch(f"40 rows, fp8 cache{said}", (0, *many[:38], 3000), cache_dtype=FP8, has_scales=True, **options)  # type: ignore[arg-type]
+            for said, options in {
+                "": {},
+                ", pages of 128, groups of 8": {"page_size": 128, "num_groups": 8},
+                ", window": {"window": 130, "soft_cap": 30.0},
+                ", sinks": {"num_groups": 3, "has_sinks": True},
+                " of 2 queries": {"num_queries": 2},
+            }.items()
+        ),
         Batch("sinks fp8 cache", head_dim=64, num_groups=8, cache_dtype=FP8, has_scales=True, has_sinks=True, **ragged),  # type: ignore[arg-type]
         *(
             Batch(f"h{dim} g{groups}{kind}", **rows, head_dim=dim, num_groups=groups, num_kv_heads=heads)  # type: ignore[arg-type]
@@ -288,7 +299,8 @@ def _in_split_caches(batch: Batch) -> Case:
 
 
 def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
-    """Implementations that the dispatcher could choose, as the engine calls it, and with `tune` other tile sizes of the Triton kernels."""
+    """Implementations that the dispatcher could choose, as the engine calls it, and with `tune` other tile sizes of the decode kernels and
+    of Triton's for prompts."""
     on_gpu = jax.default_backend() == "gpu"
     found = {}
     for name, path in IMPLEMENTATIONS.items():
@@ -305,10 +317,25 @@ def _variants(batch: Batch, tune: bool) -> dict[str, Callable[..., jax.Array]]:
         )
         if name != "reference" and takes and (batch.num_parts == 1 or name in TAKING_PARTS):
             found[name] = call(module, batch, interpret=not on_gpu)
-    for tiles in _tiles(batch) if tune else []:
-        module = triton_prefill if batch.prompts else triton_decode
-        label = "triton " + " ".join(f"{key}={value}" for key, value in asdict(tiles).items())
-        found[label] = call(module, batch, interpret=not on_gpu, tiles=tiles)
+    if not tune:
+        return found
+    modules = {"triton": triton_prefill if batch.prompts else triton_decode, "mosaic": mosaic_decode}
+    tried = [("triton", tiles) for tiles in _tiles(batch)]
+    if "mosaic" in found and not batch.prompts:
+        tried += [("mosaic", tiles) for tiles in _mosaic_tiles(batch)]
+    for name, tiles in tried:
+        label = " ".join([name, *(f"{key}={value}" for key, value in asdict(tiles).items())])
+        # Calls of a program share what is traced and compiled.
+        found[label] = jax.jit(call(modules[name], batch, interpret=not on_gpu, tiles=tiles))
+    return found
+
+
+def _mosaic_tiles(batch: Batch) -> list[DecodeTiles]:
+    itemsize = jnp.dtype(batch.cache_dtype or batch.dtype).itemsize
+    base = mosaic_decode.pick_tiles(batch.num_groups, batch.head_dim, itemsize, batch.num_queries)
+    found = [replace(base, num_stages=stages) for stages in (2, 3, 4)]
+    if itemsize == 1:
+        found += [replace(base, ctas_per_core=1, workers_per_cta=3, num_stages=stages) for stages in (2, 3)]
     return found
 
 
