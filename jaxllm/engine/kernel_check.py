@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -119,10 +118,8 @@ def choose_kernels(
 
 
 def _is_newer(shapes: Any) -> bool:
-    """Whether kernels that were carried over may lack these shapes: attention over parts of the keys and over 8-bit caches, and packed
-    experts."""
-    has_narrow_cache = jnp.dtype(getattr(shapes, "cache_dtype", "float32")).itemsize == 1
-    return has_narrow_cache or getattr(shapes, "num_parts", 1) > 1 or getattr(shapes, "stored", None) is not None
+    """Whether kernels that were carried over may lack these shapes: attention over parts of the keys, and packed experts."""
+    return getattr(shapes, "num_parts", 1) > 1 or getattr(shapes, "stored", None) is not None
 
 
 @dataclass

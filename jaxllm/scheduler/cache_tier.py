@@ -14,7 +14,7 @@ class TierStep(NamedTuple):
     """Operations that a tier adds to a step, and its finished loads."""
 
     ops: Sequence[AnyDeviceOp] = ()
-    """What reads or writes blocks before the step."""
+    """They read or write blocks before the step."""
     loaded: Sequence[tuple[int, Sequence[bool]]] = ()
     """Loads that are over, with whether each block has its content: earlier plans had the ops."""
 

@@ -3,15 +3,15 @@
     rows x heads   |-- row 0, head 0 --|-- row 0, head 1 --|- row 1, head 0 -|- row 1, head 1 -|   in tiles of block_k keys
     workers        [---- 0 ----][---- 1 ----][---- 2 ----][---- 3 ----][---- 4 ----][--- 5 ---]   (stream-K, Osama et al. 2023)
 
-A worker is two warpgroups, in a CTA of their own or of three workers. Its range cuts into items, each (part of) one row and head. A whole
-one is written to the result; a part goes to a buffer, and a second kernel merges the parts by their softmax sums (split-KV as in
-Flash-Decoding, Dao et al. 2023).
+A worker is two warpgroups, in a CTA of their own or with other workers (`cta_workers`). Its range cuts into items, each (part of) one row
+and head. A whole one is written to the result; a part goes to a buffer, and a second kernel merges the parts by their softmax sums
+(split-KV as in Flash-Decoding, Dao et al. 2023).
 
     producer warpgroup   page table -> TMA copies of whole pages -> ring of num_stages tiles in shared memory, across items
     compute warpgroup    S^T[k, n] = K[k, H] q^T[H, n];   online softmax in base 2;   O^T[H, n] += V^T[H, k] P^T[k, n]
 
 Keys are the M of the products and the G query heads of a KV head, filled up to a multiple of 8, their N: no work is spent on 64
-rows of queries that are not there. Two or three workers share a core, so that one computes while another waits.
+rows of queries that are not there. Two workers share a core, so that one computes while the other waits.
 Of W queries a row, N are the W * G query heads that share its keys; each query has its own last key.
 Over a float8_e4m3fn cache a warp reads tiles from shared memory straight into registers, as float16 operands of K and V^T (`eight_bits`).
 """
@@ -39,7 +39,7 @@ from pallas_kernels._compat import (
     store,
     triton_call,
 )
-from pallas_kernels.paged_attention import eight_bits
+from pallas_kernels.paged_attention import cta_workers, eight_bits
 from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.paged_attention.triton_decode import cap_scores
 from pallas_kernels.row_copies import Rows
@@ -54,41 +54,34 @@ PAGE_SIZES = (8, 16, 32, 64, 128)
 LAYOUT = plgpu.Layout.WGMMA
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
 CHUNK = 64  # numbers of a row that pass through registers at once
-_REDUCED = 256  # numbers of scratch space: two of each lane of four warps
 _NARROW_BYTES = 96 << 10
 """Of an 8-bit cache in flight, of a core: twice as many were slower on an H100, 66 us in place of 59 over 64 rows of 1152 keys."""
-_MANY_ROWS = 8
-"""Over more rows of an 8-bit cache of width 128 a core has three workers. They share a CTA, because ptxas would give the threads of three
-CTAs too many registers for a core. µs over rows of 1152 keys on an H200, by three workers and by two: 256 rows 171 and 202, 64 rows 54.8
-and 60.1, 8 rows 20.9 and 20.8, one 13.8 and 11.9. Two read a 16-bit cache as fast as a copy."""
-_REGISTERS = {3: (120, 40)}
-"""By the number of workers of a CTA: registers of a thread of the compute warpgroups and of the producers."""
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Sizes of the decode kernel: keys per tile, tiles in a worker's ring, CTAs per core, the least tiles that a worker is started for,
-    workers per CTA."""
+    """Sizes of the decode kernel: keys per tile, tiles in a worker's ring, CTAs per core, the least tiles that a worker is started for."""
 
     block_k: int = 64
     num_stages: int = 3
     ctas_per_core: int = 2
     min_share: int = 1
     workers_per_cta: int = 1
+    """More than one are not chosen yet, because no kind of GPU has checked all cases. µs of `THREE_WORKERS` over an 8-bit cache of width
+    128 and rows of 1152 keys on an H200, in brackets two CTAs of a core: 256 rows 171 (202), 64 rows 54.8 (60.1), 8 rows 20.9 (20.8),
+    one 13.8 (11.9)."""
 
 
-def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1, num_rows: int = 1) -> DecodeTiles:
-    """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for.
+THREE_WORKERS = DecodeTiles(num_stages=2, ctas_per_core=1, workers_per_cta=3)
 
-    One CTA of three workers over many rows of an 8-bit cache (`_MANY_ROWS`).
-    """
+
+def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1) -> DecodeTiles:
+    """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for."""
     block_k, padded_lines = 64, -(-num_queries * num_groups // 8) * 8
     fixed = padded_lines * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
     if cache_itemsize == 1 or num_queries > 1:
         fixed += 2 * head_dim * padded_lines  # the queries, widened or in tiles
     tile = 2 * block_k * head_dim * cache_itemsize
-    if cache_itemsize == 1 and (padded_lines, head_dim) == (8, 128) and num_rows > _MANY_ROWS:
-        return DecodeTiles(block_k=block_k, num_stages=_NARROW_BYTES // 3 // tile, ctas_per_core=1, workers_per_cta=3)
     stages = {ctas: (SMEM_BYTES // ctas - fixed - 1024) // tile for ctas in (1, 2)}
     ctas = 2 if stages[2] >= 3 and padded_lines * head_dim < 2048 else 1
     most = max(2, _NARROW_BYTES // ctas // tile) if cache_itemsize == 1 else 8
@@ -181,7 +174,7 @@ def paged_decode(
     tiles: DecodeTiles | None = None,
     num_workers: int | None = None,
 ) -> jax.Array:
-    """num_workers: CTAs, for tests; by default as many as the device holds at once.
+    """num_workers: a multiple of `tiles.workers_per_cta`, for tests; by default as many as the device holds at once.
 
     With a float8_e4m3fn cache the products are of float16, which holds every such number (and queries up to 65504); NaN that is stored
     counts as ±480.
@@ -211,9 +204,10 @@ def paged_decode(
         pages = (k_pages_PKSH, v_pages_PKSH)
         return in_parts(paged_decode, most, (q_RKGH,), pages, page_table_RB, kv_length_R, **options)
     if tiles is None:
-        tiles = pick_tiles(num_groups, head_dim, cache_itemsize, num_queries, kv_length_R.shape[0])
+        tiles = pick_tiles(num_groups, head_dim, cache_itemsize, num_queries)
     if num_workers is None:
         num_workers = num_cores() * tiles.ctas_per_core * tiles.workers_per_cta
+    assert num_workers % tiles.workers_per_cta == 0, "a worker of the plan would not run"
     span = None if window is None else window + num_queries - 1
     plan = make_plan(kv_length_R, num_kv_heads, tiles, span, num_workers)
     whole_RKGH, partial_CGH, lse_CN = decode_items(
@@ -321,58 +315,10 @@ def decode_items(
         grid_names=("cta",),
         num_threads=2 * tiles.workers_per_cta,
         thread_name="warpgroup",
-        scratch_types=(_of_all_workers(tiles.workers_per_cta, scratch, barriers),),
+        scratch_types=(cta_workers.shared_memory(tiles.workers_per_cta, scratch, barriers),),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=mosaic_interpret(interpret),
     )(q_QH, k_pages_PKSH, v_pages_PKSH, page_table_RB, plan.rows_A2, plan.work_W6, *scales, *sinks)
-
-
-def _of_all_workers(count: int, arrays: dict[str, Any], barriers: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """Shared memory of a CTA from that of a worker: arrays, and barriers by their arrivals and number."""
-    if count > 1:
-        arrays = {name: plgpu.SMEM((count, *x.shape), x.dtype, transforms=x.transforms) for name, x in arrays.items()}
-        arrays["reduced"] = plgpu.SMEM((count, _REDUCED), jnp.float32)
-    return arrays | {
-        name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count * number) for name, (arrivals, number) in barriers.items()
-    }
-
-
-def _of_worker(index: jax.Array, smem: dict[str, Any], num_stages: int) -> dict[str, Any]:
-    """A worker's part of a CTA's shared memory."""
-
-    def part(name: str, ref: Any) -> Any:
-        if not name.endswith(("_full", "_free")):
-            return ref.at[index]
-        return _Barriers(ref, index * (2 if name.startswith("q_") else num_stages))
-
-    return {name: part(name, ref) for name, ref in smem.items()}
-
-
-@dataclass(frozen=True)
-class _Barriers:
-    """The barriers of an array from one on: `at` as of a reference, of which a part of barriers cannot be taken."""
-
-    ref: Any
-    first: jax.Array
-
-    @property
-    def at(self) -> "_Barriers":
-        return self
-
-    def __getitem__(self, index: jax.Array) -> Any:
-        return self.ref.at[self.first + index]
-
-
-def _reduce(operation: str, x_kN: jax.Array, scratch_ref: Any) -> jax.Array:
-    """The "max" or "add" over the rows of an array in LAYOUT, in a worker's own scratch space: the CTA's is one for all its workers, which
-    nothing reports (results are wrong)."""
-    result = plgpu.ShapeDtypeStruct(x_kN.shape[1:], x_kN.dtype, layout=LAYOUT.reduce(0))
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=result)
-    def reduce(_: Any, x: Any, scratch: Any) -> Any:
-        return x.reduce(operation, 0, scratch)
-
-    return reduce(x_kN, scratch_ref)
 
 
 def combine_items(
@@ -413,14 +359,6 @@ class Item(NamedTuple):
     is_last: jax.Array
 
 
-def _worker(workers_per_cta: int = 1) -> jax.Array:
-    """The index of the worker that this is."""
-    index = lax.axis_index("cta")
-    if workers_per_cta > 1:
-        index = index * workers_per_cta + lax.div(lax.axis_index("warpgroup"), jnp.int32(2))
-    return index
-
-
 def _walk(
     visit: Callable[[Item, Any], Any],
     carry: Any,
@@ -430,7 +368,7 @@ def _walk(
     num_kv_heads,
     block_k,
     window,
-    find_worker: Callable[[], jax.Array] = _worker,
+    find_worker: Callable[[], jax.Array] = cta_workers.find,
 ) -> Any:
     """The items of a worker, in order."""
     worker = find_worker()
@@ -489,9 +427,9 @@ def _decode_kernel(
     """
     sinks_ref, out_ref, partial_ref, lse_ref, smem = refs if has_sinks else (None, *refs)
     span = None if window is None else window + num_queries - 1
-    find_worker = functools.partial(_worker, workers_per_cta)
-    if workers_per_cta > 1:
-        smem = _of_worker(lax.div(lax.axis_index("warpgroup"), jnp.int32(2)), smem, num_stages)
+    find_worker = functools.partial(cta_workers.find, workers_per_cta)
+    of_ring = {f"{name}_{side}": num_stages for name in ("k", "v") for side in ("full", "free")}
+    smem = cta_workers.own_part(workers_per_cta, smem, {"q_full": 2, "q_free": 2} | of_ring)
     walk = functools.partial(
         _walk,
         rows_ref=rows_ref,
@@ -502,12 +440,10 @@ def _decode_kernel(
         find_worker=find_worker,
     )
     unit = eight_bits.UNIT if jnp.dtype(k_ref.dtype).itemsize == 1 else 1.0
-    registers = _REGISTERS.get(workers_per_cta)
-    warpgroup = lax.axis_index("warpgroup")
-    if workers_per_cta > 1:
-        warpgroup = lax.rem(warpgroup, jnp.int32(2))
+    registers = cta_workers.REGISTERS.get(workers_per_cta)
+    role = cta_workers.role(workers_per_cta)
 
-    @pl.when(warpgroup == 0)
+    @pl.when(role == 0)
     def _compute():
         if registers:
             plgpu.set_max_registers(registers[0], action="increase")
@@ -530,7 +466,7 @@ def _decode_kernel(
         walk(visit, (jnp.int32(0), jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == 1)
+    @pl.when(role == 1)
     def _produce():
         if registers:
             plgpu.set_max_registers(registers[1], action="decrease")
@@ -669,7 +605,7 @@ def _attend(
     def over_keys(operation, x_kN):
         if interpret or "reduced" not in smem:
             return x_kN.max(axis=0) if operation == "max" else x_kN.sum(axis=0)
-        return _reduce(operation, x_kN, smem["reduced"])
+        return cta_workers.reduce_rows(operation, x_kN, smem["reduced"])
 
     def tile(name, stage):
         """What the products take it from: where interpreted, an 8-bit one is widened before."""

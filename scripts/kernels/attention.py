@@ -21,7 +21,7 @@ from pallas_kernels.checking.attention import (
 )
 from pallas_kernels.checking.case import Case
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, TAKING_PARTS, mosaic_decode, triton_decode, triton_prefill
-from pallas_kernels.paged_attention.mosaic_decode import DecodeTiles
+from pallas_kernels.paged_attention.mosaic_decode import THREE_WORKERS, DecodeTiles
 from pallas_kernels.paged_attention.parts import combine
 
 FP8 = "float8_e4m3fn"
@@ -131,16 +131,6 @@ def check_cases(tiny: bool) -> list[Case]:
         *_in_parts(),
         Batch("sinks of long rows", decodes=(4096, 32768, 0), num_groups=8, has_sinks=True),
         Batch("sinks of 512 rows", decodes=many, head_dim=64, num_groups=8, has_sinks=True),
-        *(
-            Batch(f"40 rows, fp8 cache{said}", (0, *many[:38], 3000), cache_dtype=FP8, has_scales=True, **options)  # type: ignore[arg-type]
-            for said, options in {
-                "": {},
-                ", pages of 128, groups of 8": {"page_size": 128, "num_groups": 8},
-                ", window": {"window": 130, "soft_cap": 30.0},
-                ", sinks": {"num_groups": 3, "has_sinks": True},
-                " of 2 queries": {"num_queries": 2},
-            }.items()
-        ),
         Batch("sinks fp8 cache", head_dim=64, num_groups=8, cache_dtype=FP8, has_scales=True, has_sinks=True, **ragged),  # type: ignore[arg-type]
         *(
             Batch(f"h{dim} g{groups}{kind}", **rows, head_dim=dim, num_groups=groups, num_kv_heads=heads)  # type: ignore[arg-type]
@@ -173,7 +163,29 @@ def check_cases(tiny: bool) -> list[Case]:
             for kind, rows in rows_of.items()
         ),
     ]
-    return [_case(replace(batch, poison=True), tiny=False) for batch in batches]
+    return [_case(replace(batch, poison=True), tiny=False) for batch in batches] + _three_workers(many[:38])
+
+
+def _three_workers(lengths: tuple[int, ...]) -> list[Case]:
+    """Decodes over an 8-bit cache by three workers of a CTA, which is not chosen yet."""
+    options: dict[str, dict[str, Any]] = {
+        "": {},
+        ", pages of 128, groups of 8": {"page_size": 128, "num_groups": 8},
+        ", window": {"window": 130, "soft_cap": 30.0},
+        ", sinks": {"num_groups": 3, "has_sinks": True},
+        " of 2 queries": {"num_queries": 2},
+    }
+    common: dict[str, Any] = {"cache_dtype": FP8, "has_scales": True, "poison": True}
+    batches = [
+        Batch(f"40 rows by three workers, fp8 cache{said}", (0, *lengths, 3000), **common, **own)
+        for said, own in options.items()
+    ]
+    found = [(_case(batch, tiny=False), batch) for batch in batches]
+    return [
+        replace(case, variants={"mosaic": call(mosaic_decode, batch, interpret=False, tiles=THREE_WORKERS)})
+        for case, batch in found
+        if "mosaic" in case.variants
+    ]
 
 
 def _few_queries() -> list[Batch]:
@@ -335,7 +347,7 @@ def _mosaic_tiles(batch: Batch) -> list[DecodeTiles]:
     base = mosaic_decode.pick_tiles(batch.num_groups, batch.head_dim, itemsize, batch.num_queries)
     found = [replace(base, num_stages=stages) for stages in (2, 3, 4)]
     if itemsize == 1:
-        found += [replace(base, ctas_per_core=1, workers_per_cta=3, num_stages=stages) for stages in (2, 3)]
+        found += [replace(THREE_WORKERS, num_stages=stages) for stages in (2, 3)]
     return found
 
 

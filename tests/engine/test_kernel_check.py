@@ -276,18 +276,6 @@ def test_without_a_check_only_verified_kernels_are_chosen(choose, implementation
         assert op in warning and "NVIDIA Test" in warning and "--kernel-check auto" in warning
 
 
-@pytest.mark.parametrize(("cache_dtype", "expected"), [("bfloat16", "good"), ("float8_e4m3fn", "xla")])
-def test_without_a_check_a_carried_record_stands_for_caches_of_16_bits_alone(
-    choose, implementations, model, no_check, monkeypatch, cache_dtype, expected
-):
-    """Kernels for 8 bits are newer than some records that were carried over."""
-    no_check()
-    monkeypatch.setattr(kernel_check, "is_verified", lambda kind, op, *, carried: carried)
-    narrow = dataclasses.replace(model[1], kv_cache_dtype=cache_dtype)
-    names = (*implementations(good=numpy_attention()), "xla")
-    assert choose(names, mode="off", model_config=narrow).kernels.paged_attention == expected
-
-
 def test_the_users_own_choice_is_taken_or_refused_and_never_replaced(choose, implementations, no_check):
     names = implementations(broken=BROKEN["off eight"][0]())
     with pytest.raises(

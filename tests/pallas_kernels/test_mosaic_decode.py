@@ -18,7 +18,7 @@ if not has_mosaic():
     pytest.skip("JAX 0.10 lacks parts of Mosaic GPU that the kernel uses", allow_module_level=True)
 
 from pallas_kernels.paged_attention import mosaic_decode
-from pallas_kernels.paged_attention.mosaic_decode import COUNT, DecodeTiles, Plan, make_plan, pick_tiles
+from pallas_kernels.paged_attention.mosaic_decode import COUNT, THREE_WORKERS, DecodeTiles, Plan, make_plan, pick_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -130,13 +130,11 @@ def test_decode_matches_the_reference_and_producer_and_consumer_do_not_race(name
     assert not gpu_callbacks.get_races().races_found
 
 
-def test_many_rows_of_an_8_bit_cache_have_three_workers_to_a_core():
-    """Shapes of Llama-3.1-8B: with 8 rows and fewer two were as fast on an H200, and with a 16-bit cache."""
-    assert pick_tiles(4, 128, 1, num_rows=9) == DecodeTiles(64, 2, 1, workers_per_cta=3)
-    assert pick_tiles(4, 128, 1, num_rows=8) == DecodeTiles(64, 3, 2)
-    assert pick_tiles(4, 128, 2, num_rows=64).workers_per_cta == 1
-    # Registers and shared memory for more sums were not found.
-    assert pick_tiles(12, 128, 1, num_rows=64).workers_per_cta == pick_tiles(4, 256, 1, num_rows=64).workers_per_cta == 1
+def test_workers_have_a_cta_each_by_default():
+    """Three of one CTA have not been checked on any kind of GPU."""
+    for cache_itemsize in (1, 2):
+        assert pick_tiles(4, 128, cache_itemsize) == DecodeTiles(64, 3, 2)
+        assert pick_tiles(12, 128, cache_itemsize).workers_per_cta == pick_tiles(4, 256, cache_itemsize).workers_per_cta == 1
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -193,17 +191,20 @@ def test_parts_are_merged_by_their_softmax_sums() -> None:
     np.testing.assert_array_equal(got[1], 0)
 
 
-@pytest.mark.parametrize(("num_rows", "cache_dtype"), [(3, jnp.bfloat16), (3, jnp.float8_e4m3fn), (9, jnp.float8_e4m3fn)])
-def test_kernel_lowers_for_cuda_without_a_gpu(num_rows, cache_dtype) -> None:
+@pytest.mark.parametrize(
+    ("cache_dtype", "tiles"), [(jnp.bfloat16, None), (jnp.float8_e4m3fn, None), (jnp.float8_e4m3fn, THREE_WORKERS)]
+)
+def test_kernel_lowers_for_cuda_without_a_gpu(cache_dtype, tiles) -> None:
     from tests.helpers.lowering import a_gpu_to_lower_for
 
     def shape(*dims: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)
 
     cache = shape(9, 2, 16, 128, dtype=cache_dtype)
-    args = (shape(num_rows, 2, 4, 128, dtype=jnp.bfloat16), cache, cache, shape(num_rows, 4), shape(num_rows))
+    args = (shape(3, 2, 4, 128, dtype=jnp.bfloat16), cache, cache, shape(3, 4), shape(3))
+    paged_decode = mosaic.paged_decode if tiles is None else functools.partial(mosaic_decode.paged_decode, tiles=tiles)
     with a_gpu_to_lower_for():
-        decode = functools.partial(mosaic.paged_decode, scale=1.0, window=9, soft_cap=3.0, sinks_KG=jnp.ones((2, 4)))
+        decode = functools.partial(paged_decode, scale=1.0, window=9, soft_cap=3.0, sinks_KG=jnp.ones((2, 4)))
         traced = jax.jit(decode).trace(*args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1
