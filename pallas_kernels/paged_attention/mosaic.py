@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.paged_attention import mosaic_prefill, triton_prefill
+from pallas_kernels.paged_attention import mosaic_prefill, triton_decode, triton_prefill
 from pallas_kernels.paged_attention.parts import Part
 from pallas_kernels.paged_attention.ragged import by_row_length
 
 __all__ = ["paged_attention", "paged_decode", "supports"]
 
-MAX_MOSAIC_DECODE_ROWS, MAX_NARROW_DECODE_ROWS = 8, 128
+MAX_MOSAIC_DECODE_ROWS, MAX_NARROW_DECODE_ROWS, MAX_ROWS_OF_THREE_WORKERS = 8, 128, 512
 """With more, both kernels read at the same speed or Triton's faster: of caches of the queries' type, and of 8 bits, where 64 and 256 rows
-were measured."""
+were measured, by two CTAs of a core and by three workers of a CTA."""
 
 
 def paged_attention(
@@ -63,14 +63,15 @@ def paged_decode(
     interpret: bool = False,
 ) -> Any:
     """By whichever kernel was measured faster: Mosaic's for few rows of wide heads, else that of Triton, which also takes parts."""
-    num_rows, head_dim = len(kv_length_R), q_RKGH.shape[3]
-    most = MAX_NARROW_DECODE_ROWS if k_pages_PKSH.dtype.itemsize == 1 else MAX_MOSAIC_DECODE_ROWS
-    if num_rows <= most and head_dim >= 128 and part is None:
-        # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
-        from pallas_kernels.paged_attention import mosaic_decode as kernels
-    else:
-        from pallas_kernels.paged_attention import triton_decode as kernels  # type: ignore[no-redef]
+    # Imported late: it needs Mosaic, and `supports` has to answer where there is none.
+    from pallas_kernels.paged_attention import mosaic_decode
 
+    num_rows, (_, _, num_groups, head_dim), itemsize = len(kv_length_R), q_RKGH.shape, k_pages_PKSH.dtype.itemsize
+    most = MAX_NARROW_DECODE_ROWS if itemsize == 1 else MAX_MOSAIC_DECODE_ROWS
+    if mosaic_decode.takes_three_workers(num_rows, num_groups, head_dim, itemsize, num_queries):
+        most = MAX_ROWS_OF_THREE_WORKERS
+    is_by_mosaic = num_rows <= most and head_dim >= 128 and part is None
+    kernels = mosaic_decode if is_by_mosaic else triton_decode
     return kernels.paged_decode(
         q_RKGH,
         k_pages_PKSH,

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels import row_copies
+from pallas_kernels import _compat, row_copies
 from pallas_kernels._compat import (
     add_wgmma,
     load,
@@ -67,16 +67,24 @@ class DecodeTiles:
     ctas_per_core: int = 2
     min_share: int = 1
     workers_per_cta: int = 1
-    """More than one are not chosen yet, because no kind of GPU has checked all cases. µs of `THREE_WORKERS` over an 8-bit cache of width
-    128 and rows of 1152 keys on an H200, in brackets two CTAs of a core: 256 rows 171 (202), 64 rows 54.8 (60.1), 8 rows 20.9 (20.8),
-    one 13.8 (11.9)."""
 
 
 THREE_WORKERS = DecodeTiles(num_stages=2, ctas_per_core=1, workers_per_cta=3)
 
 
-def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1) -> DecodeTiles:
-    """Two CTAs per core if each has room for three tiles and 128 registers suffice, else one; as many tiles as there is room for."""
+def takes_three_workers(num_rows: int, num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1) -> bool:
+    """Whether `THREE_WORKERS` were measured faster than two CTAs of a core: over an 8-bit cache on an H200, whose bandwidth two do not
+    use up. µs with rows of 1152 keys, in brackets two CTAs: 256 rows 171 (202), 64 rows 54.8 (60.1), 8 rows 20.9 (20.8), one 13.8 (11.9).
+    """
+    is_measured = cache_itemsize == 1 and head_dim == 128 and num_queries * num_groups <= 8
+    return is_measured and num_rows > 8 and _compat.device_kind().startswith("NVIDIA H200")
+
+
+def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1, num_rows: int = 1) -> DecodeTiles:
+    """Three workers where they were measured faster. Else two CTAs per core if each has room for three tiles and 128 registers suffice,
+    else one; as many tiles as there is room for."""
+    if takes_three_workers(num_rows, num_groups, head_dim, cache_itemsize, num_queries):
+        return THREE_WORKERS
     block_k, padded_lines = 64, -(-num_queries * num_groups // 8) * 8
     fixed = padded_lines * (10 * head_dim + 2 * block_k) + 4096  # queries, weights, results; barriers and reductions
     if cache_itemsize == 1 or num_queries > 1:
@@ -204,7 +212,7 @@ def paged_decode(
         pages = (k_pages_PKSH, v_pages_PKSH)
         return in_parts(paged_decode, most, (q_RKGH,), pages, page_table_RB, kv_length_R, **options)
     if tiles is None:
-        tiles = pick_tiles(num_groups, head_dim, cache_itemsize, num_queries)
+        tiles = pick_tiles(num_groups, head_dim, cache_itemsize, num_queries, len(kv_length_R))
     if num_workers is None:
         num_workers = num_cores() * tiles.ctas_per_core * tiles.workers_per_cta
     assert num_workers % tiles.workers_per_cta == 0, "a worker of the plan would not run"

@@ -33,8 +33,10 @@ def programs(names: list[str]) -> Iterator[tuple[str, str]]:
     jax.default_backend = lambda: "gpu"
     from jax.sharding import AbstractDevice, AbstractMesh
 
+    from pallas_kernels import _compat
     from scripts.kernels import cases
 
+    _compat.device_kind = lambda: DEVICE_KIND
     device = AbstractDevice(device_kind=DEVICE_KIND, num_cores=NUM_CORES, platform="gpu")
     mesh = AbstractMesh((1,), ("all",), abstract_device=device)
     for name, case in cases("check", names, tiny=False):

@@ -131,6 +131,7 @@ def check_cases(tiny: bool) -> list[Case]:
         *_in_parts(),
         Batch("sinks of long rows", decodes=(4096, 32768, 0), num_groups=8, has_sinks=True),
         Batch("sinks of 512 rows", decodes=many, head_dim=64, num_groups=8, has_sinks=True),
+        Batch("512 rows, fp8 cache", decodes=many, cache_dtype=FP8, has_scales=True),
         Batch("sinks fp8 cache", head_dim=64, num_groups=8, cache_dtype=FP8, has_scales=True, has_sinks=True, **ragged),  # type: ignore[arg-type]
         *(
             Batch(f"h{dim} g{groups}{kind}", **rows, head_dim=dim, num_groups=groups, num_kv_heads=heads)  # type: ignore[arg-type]
@@ -167,7 +168,7 @@ def check_cases(tiny: bool) -> list[Case]:
 
 
 def _three_workers(lengths: tuple[int, ...]) -> list[Case]:
-    """Decodes over an 8-bit cache by three workers of a CTA, which is not chosen yet."""
+    """Decodes over an 8-bit cache by three workers of a CTA, whichever kind of GPU it is."""
     options: dict[str, dict[str, Any]] = {
         "": {},
         ", pages of 128, groups of 8": {"page_size": 128, "num_groups": 8},

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import _compat
 from pallas_kernels._compat import has_mosaic
 from pallas_kernels.paged_attention import mosaic, paged_decode, reference
 
@@ -130,11 +131,16 @@ def test_decode_matches_the_reference_and_producer_and_consumer_do_not_race(name
     assert not gpu_callbacks.get_races().races_found
 
 
-def test_workers_have_a_cta_each_by_default():
-    """Three of one CTA have not been checked on any kind of GPU."""
-    for cache_itemsize in (1, 2):
-        assert pick_tiles(4, 128, cache_itemsize) == DecodeTiles(64, 3, 2)
-        assert pick_tiles(12, 128, cache_itemsize).workers_per_cta == pick_tiles(4, 256, cache_itemsize).workers_per_cta == 1
+def test_three_workers_share_a_cta_where_they_were_measured_faster(monkeypatch) -> None:
+    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
+    several = {"cache_itemsize": 1, "num_rows": 64}
+    assert pick_tiles(4, 128, **several) == pick_tiles(4, 128, num_queries=2, **several) == THREE_WORKERS
+    two_ctas = DecodeTiles(64, 3, 2)
+    assert pick_tiles(4, 128, cache_itemsize=2, num_rows=64) == pick_tiles(4, 128, cache_itemsize=1, num_rows=8) == two_ctas
+    for num_groups, head_dim in ((12, 128), (4, 256)):
+        assert pick_tiles(num_groups, head_dim, **several).workers_per_cta == 1
+    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    assert pick_tiles(4, 128, **several) == two_ctas
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -241,10 +247,19 @@ def test_few_rows_of_wide_heads_go_through_mosaic_and_others_through_triton(monk
         module = importlib.import_module(f"pallas_kernels.paged_attention.{name}")
         monkeypatch.setattr(module, "paged_decode", lambda q, *_, name=name, **__: taken.append(name) or q)
     fp8 = "float8_e4m3fn"
-    for rows, width, cache_dtype in ((8, 128, None), (9, 128, None), (8, 64, None), (128, 128, fp8), (129, 128, fp8)):
+
+    def decode(rows: int, width: int, cache_dtype: str | None) -> str:
         q, k, v, table, length = make_arrays(Case((20,) * rows, head_dim=width, cache_dtype=cache_dtype))
         paged_decode(q, k, v, table, length, scale=1.0, implementation="mosaic")
-    assert taken == ["mosaic_decode", "triton_decode", "triton_decode", "mosaic_decode", "triton_decode"]
+        return taken.pop()
+
+    of_two = ((8, 128, None), (9, 128, None), (8, 64, None), (128, 128, fp8), (129, 128, fp8))
+    expected = ["mosaic_decode", "triton_decode", "triton_decode", "mosaic_decode", "triton_decode"]
+    assert [decode(*case) for case in of_two] == expected
+    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
+    of_three = ((9, 128, None), (129, 128, fp8), (512, 128, fp8), (513, 128, fp8))
+    expected = ["triton_decode", "mosaic_decode", "mosaic_decode", "triton_decode"]
+    assert [decode(*case) for case in of_three] == expected
 
 
 def test_a_machine_without_a_gpu_does_not_import_mosaic() -> None:
