@@ -55,15 +55,6 @@ def num_cores() -> int:
     return int(getattr(device, "core_count", 0) or DEFAULT_NUM_CORES) if device.platform == "gpu" else DEFAULT_NUM_CORES
 
 
-def device_kind() -> str:
-    """Of the GPU that is being compiled for; empty where there is none."""
-    try:
-        device = jax.local_devices()[0]
-    except RuntimeError:
-        return ""
-    return str(device.device_kind) if device.platform == "gpu" else ""
-
-
 def triton_converts_fp8() -> bool:
     """Whether a Triton kernel can read float8_e4m3fn on the GPU that is being compiled for: from compute capability 8.9 on."""
     capability = _capability()

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels import _compat, row_copies
+from pallas_kernels import row_copies
 from pallas_kernels._compat import (
     add_wgmma,
     load,
@@ -77,7 +77,16 @@ def takes_three_workers(num_rows: int, num_groups: int, head_dim: int, cache_ite
     use up. µs with rows of 1152 keys, in brackets two CTAs: 256 rows 171 (202), 64 rows 54.8 (60.1), 8 rows 20.9 (20.8), one 13.8 (11.9).
     """
     is_measured = cache_itemsize == 1 and head_dim == 128 and num_queries * num_groups <= 8
-    return is_measured and num_rows > 8 and _compat.device_kind().startswith("NVIDIA H200")
+    return is_measured and num_rows > 8 and device_kind().startswith("NVIDIA H200")
+
+
+def device_kind() -> str:
+    """Of the GPU that is being compiled for; empty where there is none."""
+    try:
+        device = jax.local_devices()[0]
+    except RuntimeError:
+        return ""
+    return str(device.device_kind) if device.platform == "gpu" else ""
 
 
 def pick_tiles(num_groups: int, head_dim: int, cache_itemsize: int, num_queries: int = 1, num_rows: int = 1) -> DecodeTiles:

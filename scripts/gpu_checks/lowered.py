@@ -33,10 +33,10 @@ def programs(names: list[str]) -> Iterator[tuple[str, str]]:
     jax.default_backend = lambda: "gpu"
     from jax.sharding import AbstractDevice, AbstractMesh
 
-    from pallas_kernels import _compat
+    from pallas_kernels.paged_attention import mosaic_decode
     from scripts.kernels import cases
 
-    _compat.device_kind = lambda: DEVICE_KIND
+    mosaic_decode.device_kind = lambda: DEVICE_KIND
     device = AbstractDevice(device_kind=DEVICE_KIND, num_cores=NUM_CORES, platform="gpu")
     mesh = AbstractMesh((1,), ("all",), abstract_device=device)
     for name, case in cases("check", names, tiny=False):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat
 from pallas_kernels._compat import has_mosaic
 from pallas_kernels.paged_attention import mosaic, paged_decode, reference
 
@@ -132,14 +131,14 @@ def test_decode_matches_the_reference_and_producer_and_consumer_do_not_race(name
 
 
 def test_three_workers_share_a_cta_where_they_were_measured_faster(monkeypatch) -> None:
-    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(mosaic_decode, "device_kind", lambda: "NVIDIA H200")
     several = {"cache_itemsize": 1, "num_rows": 64}
     assert pick_tiles(4, 128, **several) == pick_tiles(4, 128, num_queries=2, **several) == THREE_WORKERS
     two_ctas = DecodeTiles(64, 3, 2)
     assert pick_tiles(4, 128, cache_itemsize=2, num_rows=64) == pick_tiles(4, 128, cache_itemsize=1, num_rows=8) == two_ctas
     for num_groups, head_dim in ((12, 128), (4, 256)):
         assert pick_tiles(num_groups, head_dim, **several).workers_per_cta == 1
-    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(mosaic_decode, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     assert pick_tiles(4, 128, **several) == two_ctas
 
 
@@ -256,7 +255,7 @@ def test_few_rows_of_wide_heads_go_through_mosaic_and_others_through_triton(monk
     of_two = ((8, 128, None), (9, 128, None), (8, 64, None), (128, 128, fp8), (129, 128, fp8))
     expected = ["mosaic_decode", "triton_decode", "triton_decode", "mosaic_decode", "triton_decode"]
     assert [decode(*case) for case in of_two] == expected
-    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(mosaic_decode, "device_kind", lambda: "NVIDIA H200")
     of_three = ((9, 128, None), (129, 128, fp8), (512, 128, fp8), (513, 128, fp8))
     expected = ["triton_decode", "mosaic_decode", "mosaic_decode", "triton_decode"]
     assert [decode(*case) for case in of_three] == expected
