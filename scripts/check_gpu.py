@@ -4,7 +4,8 @@ python scripts/check_gpu.py                        everything, in about ten minu
 python scripts/check_gpu.py --record               the same, and docs/verified/DEVICE.md says so (--record-to DIR: written there)
 python scripts/check_gpu.py --state FILE --seconds 520   as much as fits; the same command again goes on with what is left
 python scripts/check_gpu.py --parts kernels --ops attention
-compute-sanitizer --tool memcheck python scripts/check_gpu.py --sanitize     small cases of each kernel (racecheck, synccheck too)
+compute-sanitizer --tool memcheck python scripts/check_gpu.py --sanitize     small cases of each kernel, of those that write
+                              blocks too (--parts tiers: these alone); racecheck and synccheck likewise
 python scripts/check_gpu.py --tiny                 toy sizes with interpreted kernels, for a machine without a GPU
 
 tokens           the demo model in float32: greedy and seeded tokens, those with penalties, logprobs and masks of decodes that are
@@ -62,7 +63,8 @@ def main() -> None:
         # In one big pool a read past an array's end reads another array; and autotuning would run for hours.
         os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-        args.parts, args.seconds, args.in_turn = ["kernels"], 3600.0, True
+        args.parts = [part for part in args.parts if part in ("kernels", "tiers")]
+        args.seconds, args.in_turn = 3600.0, True
     if args.tiny and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # For tensor parallelism; and the interpreter of Mosaic kernels blocks forever if a CPU has few threads.
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")

@@ -40,7 +40,11 @@ def outcomes(part: str, args: argparse.Namespace, until: float, done: Collection
 
 
 def _outcomes(part: str, args: argparse.Namespace, until: float, done: Collection[str]) -> Iterator[Outcome]:
-    if args.sanitize:
+    if args.sanitize and part == "tiers":
+        from scripts.gpu_checks import block_writer
+
+        yield from block_writer.check()
+    elif args.sanitize:
         from scripts.gpu_checks import sanitizing
 
         yield from sanitizing.check(ops=args.ops.split(","))

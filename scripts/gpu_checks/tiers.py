@@ -21,7 +21,7 @@ from jaxllm.kv_tiers.rates import Rates
 from jaxllm.measuring.runs import end_all, greedy, random_prompts
 from jaxllm.request import EngineCoreRequest
 from jaxllm.scheduler.loading import Loading
-from scripts.gpu_checks import Outcome, shapes
+from scripts.gpu_checks import Outcome, block_writer, shapes
 from scripts.kernels.compiling import first_line
 
 GEMMA3: shapes.Shapes = {
@@ -128,7 +128,8 @@ TINY = Sizes(64, 2, 20, 40, 10, 0.01)
 
 
 def check(*, tiny: bool) -> Iterator[Outcome]:
-    """Copies of each kind of cache, then engines with little room on the device."""
+    """Kernels that write blocks, copies of each kind of cache, then engines with little room on the device."""
+    yield from block_writer.check()
     for model in MODELS:
         name = f"copies, {model.name}"
         if model.num_devices > len(jax.devices()):
