@@ -37,8 +37,8 @@ _WANTED_STAGE_BYTES = 96 << 10
 """In flight, of a core: fewer do not hide the latency of reading, more are slower (H100: 25.0 µs with 99 KiB, 27.9 with 165)."""
 _IDLE_BYTES = 48 << 10
 """Bytes that a core could read while a CTA begins and ends: an estimate."""
-_ADDING_BYTES = 40 << 10
-"""The same while parts are added outside."""
+_ADDING_BYTES = 14
+"""The same for each output of a product while parts are added outside."""
 _MIN_STAGES = 2
 
 
@@ -70,7 +70,7 @@ def pick_sizes(num_rows: int, weight: Packed, num_cores: int, itemsize: int = 2)
                 continue
             num_turns = pl.cdiv(pl.cdiv(num_blocks, num_consumers) * num_parts, num_cores)
             is_shallow = num_stages * stage < min(_WANTED_STAGE_BYTES, steps * stage)
-            idle = _IDLE_BYTES + _ADDING_BYTES * (num_parts > MAX_PAIRED)
+            idle = _IDLE_BYTES + _ADDING_BYTES * TILE * num_blocks * (num_parts > MAX_PAIRED)
             cost = (is_shallow, num_turns * (steps * stage + idle), num_parts)
             if best is None or cost < best[0]:
                 best = cost, FewSizes(num_consumers, num_parts, min(num_stages, steps))
