@@ -56,6 +56,11 @@ def records() -> dict[str, dict[str, Any]]:
     return json.loads(RECORDS.read_text(encoding="utf-8")) if RECORDS.exists() else {}
 
 
+def was_verified(device_kind: str, op: str) -> bool:
+    """Whether some source of the op, of this time or an earlier one, passed every check on this kind of device."""
+    return op in records().get(device_kind, {}).get("ops", {})
+
+
 def is_verified(device_kind: str, op: str, *, carried: bool = True) -> bool:
     """Whether the op's source as it stands passed every check on this kind of device; or, if `carried`, one that made the same kernels of
     all cases of that time, whatever newer cases do, which have not run."""

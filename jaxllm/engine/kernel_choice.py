@@ -32,7 +32,7 @@ from pallas_kernels import (
     state_space,
     wide_attention,
 )
-from pallas_kernels.verified import is_verified
+from pallas_kernels.verified import is_verified, was_verified
 
 PLAIN = ("xla", "reference")
 """Implementations in plain JAX."""
@@ -123,18 +123,23 @@ def is_wide(part: Attention) -> bool:
 def wants_tiles(wanted: str, model: ModelConfig, *, on_gpu: bool, is_checked: bool, is_here: bool = True) -> bool:
     """Whether weights in 4 and 8 bits are laid out for kernels: those of this GPU take the model's type, or a CPU was asked for kernels.
 
-    `wanted` is the option attention_implementation. Kernels that were not verified on this kind of GPU are used only where it names
-    kernels and is_checked says that they are checked; those of experts in tiles are newer than some records of `grouped_matmul`.
+    `wanted` is the option attention_implementation. Where is_checked says that kernels are checked at the start, those are used of which
+    some source was verified on this kind of GPU, and all where `wanted` names kernels; else those whose source is verified. Those of
+    experts in tiles are newer than some records of `grouped_matmul`.
     is_here: False for a GPU elsewhere, which is taken for one on which kernels were verified."""
     if not is_here:
         return wanted not in PLAIN and model.dtype == "bfloat16"
     if wanted in PLAIN or not on_gpu:
         return wanted not in ("auto", *PLAIN)
-    if wanted == "auto" or not is_checked:
-        kind = jax.local_devices()[0].device_kind
-        are_experts_verified = not model.mixtures or is_verified(kind, "grouped_matmul", carried=False)
-        return are_experts_verified and quantized_matmul.choose(platform="gpu", dtype=model.dtype) not in PLAIN
-    return quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] not in PLAIN
+    if quantized_matmul.candidates(platform="gpu", dtype=model.dtype)[0] in PLAIN:
+        return False
+    if wanted != "auto" and is_checked:
+        return True
+    kind = jax.local_devices()[0].device_kind
+    if is_checked:
+        return all(was_verified(kind, op) for op in ("quantized_matmul", *(("grouped_matmul",) if model.mixtures else ())))
+    are_experts_verified = not model.mixtures or is_verified(kind, "grouped_matmul", carried=False)
+    return are_experts_verified and is_verified(kind, "quantized_matmul")
 
 
 def may_quantize_by_kernels(wanted: str, *, on_gpu: bool) -> bool:

@@ -201,14 +201,25 @@ def test_tiles_are_for_kernels(directory, monkeypatch):
     assert not wants("auto", on_gpu=False) and not wants("xla", on_gpu=False) and wants("triton", "float32", on_gpu=False)
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: True)
     assert wants("triton") and not wants("xla") and not wants("triton", "float16")
-    for verified in (False, True):
-        monkeypatch.setattr("pallas_kernels.quantized_matmul.is_verified", lambda *_, verified=verified: verified)
-        assert wants("auto") is wants("triton", is_checked=False) is verified
+    records: dict[str, bool] = {}
+    """By op that a source was verified of, whether it is the present one."""
+    monkeypatch.setattr(kernel_choice, "was_verified", lambda _, op: op in records)
+    monkeypatch.setattr(kernel_choice, "is_verified", lambda _, op, **__: records.get(op, False))
     mixture = dataclasses.replace(load_model_config(goldens.FOLDER / "qwen3_moe"), dtype="bfloat16")
-    for has_new_cases in (False, True):
-        monkeypatch.setattr(kernel_choice, "is_verified", lambda *_, carried=True, new=has_new_cases: carried or new)
-        assert wants_tiles("auto", mixture, on_gpu=True, is_checked=True) is has_new_cases and wants("auto")
-        assert wants_tiles("triton", mixture, on_gpu=True, is_checked=True)
+
+    def wants_experts(wanted, is_checked=True):
+        return wants_tiles(wanted, mixture, on_gpu=True, is_checked=is_checked)
+
+    assert not wants("auto") and not wants("triton", is_checked=False) and wants_experts("triton")
+    for is_present in (False, True):
+        records["quantized_matmul"] = is_present  # an earlier source is enough if this one is checked at the start
+        assert wants("auto") and wants("auto", is_checked=False) is wants("triton", is_checked=False) is is_present
+        assert not wants_experts("auto") and not wants_experts("auto", is_checked=False)
+    for is_present in (False, True):
+        records["grouped_matmul"] = is_present
+        assert wants_experts("auto") and wants_experts("auto", is_checked=False) is is_present
+    monkeypatch.setattr(kernel_choice, "is_verified", lambda *_, carried=True: carried)
+    assert not wants_experts("auto", is_checked=False), "new cases of a record that was carried over did not run"
     monkeypatch.setattr("pallas_kernels._compat.has_mosaic", lambda: False)
     assert not wants("auto")
 
