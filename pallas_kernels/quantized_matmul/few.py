@@ -131,6 +131,7 @@ def product(
                 factor_ref=factor_refs[0] if factors else None,
                 num_blocks=weight.words.shape[0],
                 num_parts=sizes.num_parts,
+                interpret=bool(interpret),
                 **{name: smem[name] for name in of_result},
             ),
             smem=smem,

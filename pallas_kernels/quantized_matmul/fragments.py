@@ -180,6 +180,33 @@ def add_parts(chunk_smem: Any, num_parts: int) -> jax.Array:
     return add(chunk_smem)
 
 
+def turn_sums(sums: jax.Array, rows_smem: Any) -> None:
+    """Put float32 [64, M] in the layout WGMMA into shared memory the other way round, [M, 64]."""
+    plgpu = _compat.mosaic()
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def turn(_: Any, sums: Any, rows_ref: Any) -> None:
+        ir, (arith, _, vector), utils = _mlir()
+        i32, one = ir.IntegerType.get_signless(32), ir.VectorType.get((1,), ir.F32Type.get())
+
+        def constant(value: int) -> Any:
+            return arith.constant(i32, value)
+
+        # Of 16 outputs of a warp, a thread has two that are 8 apart, of each CHUNK rows two that are neighbours.
+        thread = arith.remui(utils.thread_idx(), constant(THREADS))
+        lane, warp = arith.andi(thread, constant(31)), arith.shrui(thread, constant(5))
+        output = arith.addi(arith.muli(warp, constant(16)), arith.shrui(lane, constant(2)))
+        row = arith.muli(arith.andi(lane, constant(3)), constant(2))
+        for chunk, pairs in enumerate(_by_chunk(sums.registers)):
+            for half, pair in enumerate(pairs):
+                for i in range(2):
+                    index = arith.addi(row, constant(chunk * CHUNK + i)), arith.addi(output, constant(8 * half))
+                    place = [arith.index_cast(ir.IndexType.get(), each) for each in index]
+                    vector.store(vector.from_elements(one, [vector.extract(pair, [], [i])]), rows_ref, place)
+
+    turn(sums, rows_smem)
+
+
 def synchronize_cluster() -> None:
     """Wait until all threads of the cluster's CTAs are here; what they wrote before is seen after."""
 

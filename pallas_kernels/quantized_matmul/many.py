@@ -5,9 +5,8 @@
 
 A CTA per core stays for the whole launch and walks through items, blocks of outputs first, so that CTAs that run at a time share rows
 of x in the cache. The transposed product is computed, weight @ x.T, and transposed on its way through shared memory. While one consumer
-decodes and scales a tile of the weight, the tensor cores multiply the other's. Where there are fewer items than cores, the CTAs of a
-cluster have parts of the inputs of one item, and add them (see `result`). What lies outside of an array a copy fills with zeros, or does
-not write.
+decodes and scales a tile of the weight, the tensor cores multiply the other's. Where there are fewer items than cores, several CTAs have
+parts of the inputs of one item (see `result`). What lies outside of an array a copy fills with zeros, or does not write.
 """
 
 from collections.abc import Iterator
@@ -39,6 +38,8 @@ _MIN_STEPS = 8
 """Of a part."""
 _ITEM_CYCLES, _PARTS_CYCLES = 5500, 2000
 """Estimates: while an item begins and ends, and to add parts."""
+_OUTSIDE_PER_CYCLE = 250
+"""Sums of parts that are written to memory and read again."""
 STEPS = 2
 """Steps of an iteration. Registers that a product in flight still reads belong to the other one: with one step an iteration they would
 be written again too early, which nothing reports (results are wrong)."""
@@ -72,7 +73,8 @@ def pick_sizes(num_rows: int, weight: Packed, num_cores: int, itemsize: int = 2)
     def cycles(sizes: ManySizes) -> float:
         num_turns = pl.cdiv(num_items(num_rows, weight.words.shape[0], sizes) * sizes.num_parts, num_cores)
         steps = num_steps(weight, sizes) * _cycles(sizes.num_consumers, sizes.tile_rows)
-        return num_turns * (steps + _ITEM_CYCLES) + _PARTS_CYCLES * (sizes.num_parts > 1)
+        num_outside = num_rows * weight.num_outputs * sizes.num_parts * (sizes.num_parts > MAX_PAIRED)
+        return num_turns * (steps + _ITEM_CYCLES) + max(_PARTS_CYCLES, num_outside / _OUTSIDE_PER_CYCLE) * (sizes.num_parts > 1)
 
     return min(_candidates(num_rows, weight, num_cores, itemsize), key=cycles)
 
@@ -85,9 +87,7 @@ def _candidates(num_rows: int, weight: Packed, num_cores: int, itemsize: int) ->
             for num_parts in PARTS:
                 sizes = ManySizes(num_consumers, tile_rows, num_parts, 0)
                 num_ctas = num_parts * num_items(num_rows, weight.words.shape[0], sizes)
-                # Clusters of four find no place on some cores.
-                most = num_cores if num_parts <= MAX_PAIRED else num_cores * 3 // 4
-                if num_parts > 1 and (num_ctas > most or num_steps(weight, sizes) < _MIN_STEPS):
+                if num_parts > 1 and (num_ctas > num_cores or num_steps(weight, sizes) < _MIN_STEPS):
                     break
                 room = SMEM_BYTES - RESERVED_BYTES - result.smem_bytes(num_consumers, tile_rows, num_parts, itemsize)
                 num_stages = min(_MAX_STAGES, room // _stage_bytes(weight, num_consumers, tile_rows))
@@ -115,6 +115,7 @@ def product(
     num_rows = x_TK.shape[0]
     sizes = sizes or pick_sizes(num_rows, weight, _compat.num_cores(), dtype.itemsize)
     num_consumers, num_parts = sizes.num_consumers, sizes.num_parts
+    outside = bool(interpret) or num_parts > MAX_PAIRED
     vectors = cta.vectors(weight)
     if x_TK.shape[1] == TILE:
         # A copy leaves out what an array has one tile of, and its start too: without a second tile, the steps past the last read the first.
@@ -135,7 +136,7 @@ def product(
     scratch |= {
         f"{name}_smem": plgpu.SMEM((stages, groups, num_consumers * TILE), vector.dtype) for name, vector in vectors.items()
     }
-    of_result = result.scratch(num_consumers, sizes.tile_rows, num_parts, dtype, bool(interpret))
+    of_result = result.scratch(num_consumers, sizes.tile_rows, num_parts, dtype, outside)
     scratch |= of_result
     if interpret:
         scratch["interpreted_smem"] = plgpu.SMEM((num_consumers, TILE, TILE), x_TK.dtype)
@@ -160,6 +161,7 @@ def product(
                 factor_ref=factor_refs[0] if factors else None,
                 num_blocks=weight.words.shape[0],
                 num_parts=num_parts,
+                interpret=bool(interpret),
                 **{name: smem[name] for name in of_result},
             ),
             smem=smem,
@@ -167,9 +169,9 @@ def product(
 
     returned = plgpu.kernel(
         body,
-        out_type=result.type_of(num_rows, weight.num_outputs, num_parts, dtype, bool(interpret)),
+        out_type=result.type_of(num_rows, weight.num_outputs, num_parts, dtype, outside),
         scratch_types=list(scratch.values()),
-        **result.axes(num_ctas, "cta", num_parts, bool(interpret)),
+        **result.axes(num_ctas, "cta", num_parts, outside),
         num_threads=num_consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),

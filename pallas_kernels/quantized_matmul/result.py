@@ -5,7 +5,7 @@ part each: all put their sums into their own shared memory; each then reads some
 the parts, so that the same bits come out whatever CTA was first.
 
 Where more CTAs are needed than such clusters keep busy, parts are added outside of the kernel; so they are in the interpreter, which
-cannot read another CTA's memory.
+cannot read another CTA's memory. They are written by rows, so that XLA adds them with what takes the product: a norm, mostly.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from pallas_kernels.quantized_matmul.fragments import (
     by_rows,
     keep_sums,
     synchronize_cluster,
+    turn_sums,
 )
 from pallas_kernels.quantized_matmul.packed import TILE
 from pallas_kernels.row_copies import Rows
@@ -36,9 +37,9 @@ MAX_PAIRED = 2
 
 
 def type_of(num_rows: int, num_outputs: int, num_parts: int, dtype: DTypeLike, outside: bool) -> jax.ShapeDtypeStruct:
-    """What the kernel returns: [M, N] of 16 bits, float32 [N, M], or float32 [parts, N, M] that are added outside."""
+    """What the kernel returns: [M, N] of 16 bits, float32 [N, M], or float32 [parts, M, N] that are added outside."""
     if outside and num_parts > 1:
-        return jax.ShapeDtypeStruct((num_parts, num_outputs, num_rows), jnp.float32)
+        return jax.ShapeDtypeStruct((num_parts, num_rows, num_outputs), jnp.float32)
     is_turned = jnp.dtype(dtype).itemsize == 2
     return jax.ShapeDtypeStruct((num_rows, num_outputs) if is_turned else (num_outputs, num_rows), dtype)
 
@@ -54,7 +55,7 @@ def finished(returned: jax.Array, factor: jax.Array | None, dtype: DTypeLike) ->
     """[M, N] of what the kernel returned."""
     if returned.ndim == 2:
         return returned if returned.dtype.itemsize == 2 else returned.T
-    sums = jnp.sum(returned, axis=0).T
+    sums = jnp.sum(returned, axis=0)
     return (sums if factor is None else sums * factor).astype(dtype)
 
 
@@ -77,7 +78,8 @@ def scratch(num_consumers: int, num_rows: int, num_parts: int, dtype: DTypeLike,
         swizzled = plgpu.TilingTransform((CHUNK, TILE)), plgpu.SwizzleTransform(128)
         found = {"out_smem": plgpu.SMEM((num_consumers, *own, size, TILE), dtype, transforms=swizzled)}
     else:
-        found = {"out_smem": plgpu.SMEM((num_consumers, *own, TILE, size), dtype)}
+        shape = (size, TILE) if outside and num_parts > 1 else (TILE, size)
+        found = {"out_smem": plgpu.SMEM((num_consumers, *own, *shape), dtype)}
     if are_added:
         found["sums_smem"] = plgpu.SMEM((num_consumers, num_chunks, THREADS, FOUR), jnp.float32)
     return found
@@ -93,6 +95,7 @@ class Result:
     num_parts: int
     out_smem: Any
     sums_smem: Any = None
+    interpret: bool = False
 
     def write(self, wg: Any, block: Any, rows: Rows, sums: jax.Array) -> None:
         """Of consumer wg, its sums of a block of outputs; a block past the last is left out. Waits for what it wrote before."""
@@ -142,9 +145,12 @@ class Result:
 
     def _store(self, out_smem: Any, block: Any, rows: Rows, sums: jax.Array, parts: tuple) -> None:
         plgpu = _compat.mosaic()
-        is_turned = out_smem.dtype.itemsize == 2
+        is_turned = out_smem.dtype.itemsize == 2 or bool(parts)
         found = plgpu.layout_cast(sums.astype(out_smem.dtype), plgpu.Layout.WGMMA)
-        (out_smem.transpose((1, 0)) if is_turned else out_smem)[...] = found
+        if parts and not self.interpret:
+            turn_sums(found, out_smem)  # Mosaic's own stores turn 16 bits alone
+        else:
+            (out_smem.transpose((1, 0)) if is_turned else out_smem)[...] = found
         plgpu.commit_smem()
 
         @pl.when(block < self.num_blocks)
