@@ -179,6 +179,7 @@ def grouped_product(
             plgpu=plgpu,
             number=weight.packed.number,
             group=_group(weight),
+            fold=weight.packed.fold,
             num_matrices=num_matrices,
             tile_rows=tile_rows,
             is_shared=is_shared,
@@ -227,6 +228,8 @@ class _Grouped:
     plgpu: Any
     number: str
     group: int | None
+    fold: int
+    """Of the scales."""
     num_matrices: int
     tile_rows: int
     is_shared: bool
@@ -447,7 +450,7 @@ class _Grouped:
 
             plgpu.wgmma_wait(0)
             self.release(begin + self.num_steps - 1)
-            return [sum_ref[...] for sum_ref in sum_refs]
+            return [self.unfolded(sum_ref[...]) for sum_ref in sum_refs]
 
         def in_turn(*sum_refs: Any) -> list[jax.Array]:
             @pl.loop(0, self.num_steps)
@@ -460,10 +463,13 @@ class _Grouped:
                 plgpu.wgmma_wait(0)  # before registers of operands are written again
                 self.release(begin + step)
 
-            return [sum_ref[...] for sum_ref in sum_refs]
+            return [self.unfolded(sum_ref[...]) for sum_ref in sum_refs]
 
         form = overlapped if len(self.order()) == OVERLAPPED else in_turn
         return pl.run_scoped(form, *[plgpu.ACC((TILE, self.tile_rows), jnp.float32) for _ in range(num_products)])
+
+    def unfolded(self, sums: jax.Array) -> jax.Array:
+        return sums * 2.0**self.fold if self.fold else sums
 
     @property
     def share_tiles(self) -> int:
@@ -497,7 +503,7 @@ class _Grouped:
         interpreted = self.smem.get("interpreted_smem")
         if interpreted is not None:
             interpreted = interpreted.at[owner * self.sizes.num_shares + share]
-        return operand(self.number, words_smem, tile, scales, zeros, interpreted)
+        return operand(self.number, words_smem, tile, scales, zeros, interpreted, fold=self.fold)
 
     def vectors(self, vectors_smem: Any, share: Any, tile: int) -> list[jax.Array]:
         """Scales or zeros of a tile, of those of a step."""

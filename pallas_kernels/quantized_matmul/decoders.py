@@ -1,15 +1,15 @@
 """Numbers of 4 and 8 bits as bfloat16, in plain JAX, and by a few instructions for the two of a register. All but nf4 are exact.
 
-Register r of a word of packed codes (see `packed`) has the codes at bits b * r and b * r + 16, b bits each. `instructions` are PTX
-that turn a word $n into its registers $0 to $(n - 1), n = 16 / b; they may use the 32-bit registers of TEMPORARIES, and read the word
-after they wrote a register. Bits of a bfloat16: sign 15, exponent 14 to 7, mantissa 6 to 0. So 0x4300 | n is 128 + n for n below 128, and
-a small float whose exponent and mantissa are moved to the lower end of both fields is a subnormal or normal number that is a power of two
-too small.
+Register r of a word of packed codes (see `packed`) has the codes at bits b * r and b * r + 16, b bits each, unless the kind of number has
+an arrangement of its own. `instructions` are PTX that turn a word $n into its registers $0 to $(n - 1), n = 16 / b; they may use the
+32-bit registers of TEMPORARIES, and read the word after they wrote a register. Bits of a bfloat16: sign 15, exponent 14 to 7, mantissa 6
+to 0. So 0x4300 | n is 128 + n for n below 128, and a small float whose exponent and mantissa are moved to the lower end of both fields is
+a subnormal or normal number that is a power of two too small. The instruction that mends it can be left out where scales do.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,27 @@ class Decoder:
     """From uint8 codes to bfloat16, any shape."""
     instructions: str
     """PTX for a word."""
+    too_small: str = ""
+    """PTX for a word that makes 2^-`exponent` of each number."""
+    exponent: int = 0
+    moves: tuple[tuple[int, int], ...] = ()
+    """How the lower half of a word, and so the upper, is arranged: bits of a mask move up by so many, or down."""
+
+    def arranged(self, words: jax.Array) -> jax.Array:
+        """int32 words with codes one after the other, as the instructions take them."""
+        return _moved(words, self.moves) if self.moves else words
+
+    def in_order(self, words: jax.Array) -> jax.Array:
+        """The inverse of `arranged`."""
+        return _moved(words, [(mask << up if up > 0 else mask >> -up, -up) for mask, up in self.moves]) if self.moves else words
+
+
+def _moved(words: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
+    found = jnp.zeros_like(words)
+    for mask, up in moves:
+        part = words & lax.bitcast_convert_type(jnp.uint32(mask * 0x10001), jnp.int32)
+        found |= part << up if up > 0 else lax.shift_right_logical(part, jnp.int32(-up))
+    return found
 
 
 def _each(bits: int, instructions: Callable[[int], str]) -> str:
@@ -61,12 +82,30 @@ def _widen_e2m1(codes: jax.Array) -> jax.Array:
     return jnp.where(codes & 8, -size, size).astype(jnp.bfloat16)
 
 
+_E2M1_MOVES = (
+    *((0x0008, 12), (0x0007, 6)),
+    *((0x0080, 5), (0x0070, -1)),
+    *((0x0800, -2), (0x0700, -8)),
+    *((0x8000, -1), (0x6000, -3), (0x1000, 1)),
+)
+"""Of four codes: sign, and exponent with mantissa, of three so far apart as they are in a bfloat16; of the fourth where there is room."""
+
+
 def _e2m1(r: int) -> str:
-    """Sign to bit 15, the rest to bits 8 to 6, times 2^126."""
-    up = 6 - 4 * r
-    move = f"shl.b32 a, $w, {up};" if up > 0 else f"shr.u32 a, $w, {-up};"
-    sign = f"shl.b32 m, $w, {12 - 4 * r}; and.b32 m, m, 0x80008000; lop3.b32 a, a, 0x01C001C0, m, {_AND_OR};"
-    return f"{move} {sign} mov.b32 m, 0x7E807E80; mul.rn.bf16x2 $r, a, m;"
+    """Sign to bit 15, exponent and mantissa to bits 8 to 6."""
+    if r == 0:
+        return "and.b32 $r, $w, 0x81C081C0;"
+    if r < 3:
+        return f"shl.b32 a, $w, {3 * r}; and.b32 $r, a, 0x81C081C0;"
+    sign = "shl.b32 a, $w, 1; and.b32 a, a, 0x80008000;"
+    exponent = f"shr.u32 m, $w, 3; lop3.b32 a, m, 0x01800180, a, {_AND_OR};"
+    return f"{sign} {exponent} shr.u32 m, $w, 7; lop3.b32 $r, m, 0x00400040, a, {_AND_OR};"
+
+
+def _mended(instructions: str, bits: int, exponent: int) -> str:
+    """With a product by a power of two for each register."""
+    factor = f"0x{(exponent + 127 << 7) * 0x10001:08X}"
+    return " ".join([instructions, f"mov.b32 m, {factor};", *(f"mul.rn.bf16x2 ${r}, ${r}, m;" for r in range(16 // bits))])
 
 
 def _widen_int8(codes: jax.Array) -> jax.Array:
@@ -84,9 +123,9 @@ def _widen_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def _e4m3(r: int) -> str:
-    """Sign at bit 15, the rest moved to bits 10 to 4, times 2^120. NaN becomes ±480."""
+    """Sign at bit 15, the rest moved to bits 10 to 4. NaN becomes ±480."""
     move = f"shl.b32 m, $w, {8 - 8 * r}; and.b32 a, m, 0x7F007F00; shr.u32 a, a, 4;"
-    return f"{move} lop3.b32 a, m, 0x80008000, a, {_AND_OR}; mov.b32 m, 0x7B807B80; mul.rn.bf16x2 $r, a, m;"
+    return f"{move} lop3.b32 $r, m, 0x80008000, a, {_AND_OR};"
 
 
 def _widen_by_table(table: Sequence[float], codes: jax.Array) -> jax.Array:
@@ -117,12 +156,17 @@ def _by_table(table: Sequence[float]) -> str:
     return " ".join(text)
 
 
+def _small_float(bits: int, widen: Callable[[jax.Array], jax.Array], decode: Callable[[int], str], exponent: int) -> Decoder:
+    too_small = _each(bits, decode)
+    return Decoder(bits, widen, _mended(too_small, bits, exponent), too_small, exponent)
+
+
 DECODERS = {
     "int4": Decoder(4, _widen_int4, _each(4, _int4)),
-    "e2m1": Decoder(4, _widen_e2m1, _each(4, _e2m1)),
+    "e2m1": replace(_small_float(4, _widen_e2m1, _e2m1, 126), moves=_E2M1_MOVES),
     "nf4": Decoder(4, functools.partial(_widen_by_table, NF4), _by_table(NF4)),
     "int8": Decoder(8, _widen_int8, _each(8, _int8)),
-    "e4m3": Decoder(8, _widen_e4m3, _each(8, _e4m3)),
+    "e4m3": _small_float(8, _widen_e4m3, _e4m3, 120),
 }
 """By the name of the number. int4: code - 8. e2m1: OCP Microscaling Formats (MX) Specification 1.0. nf4: `NF4`, rounded.
 int8: two's complement. e4m3: float8_e4m3fn."""

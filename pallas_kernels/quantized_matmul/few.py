@@ -121,6 +121,7 @@ def product(
             plgpu=plgpu,
             number=weight.number,
             group=weight.group,
+            fold=weight.fold,
             sizes=sizes,
             num_steps=num_steps,
             words_ref=words_ref,
@@ -157,6 +158,8 @@ class _Few:
     plgpu: Any
     number: str
     group: int | None
+    fold: int
+    """Of the scales."""
     sizes: FewSizes
     num_steps: int
     """Steps of a part."""
@@ -250,7 +253,8 @@ class _Few:
             return total
 
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, self.num_steps, step, zero)
+        total = lax.fori_loop(0, self.num_steps, step, zero)
+        return total * 2.0**-self.fold if self.fold else total
 
     def plain_sums(self, wg: Any) -> jax.Array:
         """float32 [64, M], scales multiplied with the decoded values."""
@@ -266,7 +270,7 @@ class _Few:
                 plgpu.wgmma_wait(0)  # before registers of operands are written again
                 plgpu.barrier_arrive(self.smem["free"].at[slot])
 
-            return sum_ref[...]
+            return sum_ref[...] * 2.0**self.fold if self.fold else sum_ref[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((TILE, self.x_ref.shape[0]), jnp.float32))
 
@@ -280,7 +284,8 @@ class _Few:
         interpreted = self.smem.get("interpreted_smem")
         interpreted = interpreted if interpreted is None else interpreted.at[wg, tile % interpreted.shape[1]]
         words_smem = self.smem["words_smem"].at[slot, wg]
-        return operand(self.number, words_smem, tile, vectors("scale"), vectors("zero"), interpreted)
+        fold = 0 if self.group == SUMMED_GROUP else self.fold
+        return operand(self.number, words_smem, tile, vectors("scale"), vectors("zero"), interpreted, fold=fold)
 
     def vector(self, name: str, wg: Any, slot: Any) -> Any:
         """The scales or zeros of a step, [groups, 64]."""

@@ -33,19 +33,29 @@ def word_rows(bits: int) -> int:
 
 
 def operand(
-    number: str, words_smem: Any, tile: int, scales: Sequence[jax.Array], zeros: Sequence[jax.Array], interpreted_smem: Any
+    number: str,
+    words_smem: Any,
+    tile: int,
+    scales: Sequence[jax.Array],
+    zeros: Sequence[jax.Array],
+    interpreted_smem: Any,
+    *,
+    fold: int = 0,
 ) -> Any:
     """bfloat16 [64 outputs, 64 inputs] of a tile: (number - zero) * scale, the product rounded. What wgmma takes.
 
     words_smem: int32 [tiles * word_rows, WORD_COLUMNS]. scales, zeros: bfloat16 [64] in the layout WGMMA.reduce(1), one for each of
-    equal parts of the inputs; none: 1, 0. interpreted_smem: bfloat16 [64, 64] where the kernel is interpreted, else None.
+    equal parts of the inputs; none: 1, 0. interpreted_smem: bfloat16 [64, 64] where the kernel is interpreted, else None. fold: of the
+    scales (see `packed.fold_of`), of which there are some then; the result is 2^-fold of what it would be.
     """
     decoder = DECODERS[number]
     if interpreted_smem is None:
-        return _in_registers(decoder, words_smem, tile, scales, zeros)
+        return _in_registers(decoder, words_smem, tile, scales, zeros, decoder.too_small if fold else decoder.instructions)
     rows = word_rows(decoder.bits)
     words = words_smem[pl.ds(tile * rows, rows)].reshape(1, 1, rows * WORD_COLUMNS)
-    values = decoder.widen(unpack_words(words, decoder.bits))
+    values = decoder.widen(unpack_words(decoder.in_order(words), decoder.bits))
+    if fold:
+        scales = [scale * jnp.bfloat16(2.0**-decoder.exponent) for scale in scales]
     for vectors, apply in ((zeros, jnp.subtract), (scales, jnp.multiply)):
         if vectors:
             values = apply(values, jnp.repeat(jnp.stack(list(vectors), axis=1), TILE // len(vectors), axis=1))
@@ -55,7 +65,12 @@ def operand(
 
 
 def _in_registers(
-    decoder: Decoder, words_smem: Any, tile: int, scales: Sequence[jax.Array], zeros: Sequence[jax.Array]
+    decoder: Decoder,
+    words_smem: Any,
+    tile: int,
+    scales: Sequence[jax.Array],
+    zeros: Sequence[jax.Array],
+    instructions: str,
 ) -> jax.Array:
     plgpu, fa = _compat.mosaic(), importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
     by_row = [plgpu.Layout.WGMMA.reduce(1)]
@@ -63,7 +78,7 @@ def _in_registers(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), by_row * len(scales), by_row * len(zeros)), return_type=result)
     def decode(_: Any, words_ref: Any, scales: Sequence[Any], zeros: Sequence[Any]) -> Any:
-        found = _decoded(decoder, words_ref, tile)
+        found = _decoded(decoder.bits, instructions, words_ref, tile)
         for vectors, operation in ((zeros, "subf"), (scales, "mulf")):
             if vectors:
                 found = _by_rows(found, vectors, operation)
@@ -76,7 +91,7 @@ def _in_registers(
     return decode(words_smem, list(scales), list(zeros))
 
 
-def _decoded(decoder: Decoder, words_ref: Any, tile: int) -> list[list[Any]]:
+def _decoded(bits: int, instructions: str, words_ref: Any, tile: int) -> list[list[Any]]:
     """Vectors of two bfloat16, by product and register."""
     ir, (arith, llvm, vector), utils = _mlir()
     i32 = ir.IntegerType.get_signless(32)
@@ -87,12 +102,12 @@ def _decoded(decoder: Decoder, words_ref: Any, tile: int) -> list[list[Any]]:
 
     thread = arith.remui(utils.thread_idx(), constant(THREADS))
     column = arith.muli(arith.andi(thread, constant(63)), constant(4))
-    registers_of_word = 16 // decoder.bits
+    registers_of_word = 16 // bits
     outputs = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * registers_of_word)})>")
-    text = f"{{ .reg .b32 {', '.join(TEMPORARIES)}; {decoder.instructions} }}"
+    text = f"{{ .reg .b32 {', '.join(TEMPORARIES)}; {instructions} }}"
     found = []
-    for plane in range(decoder.bits // 4):
-        row = arith.addi(constant(tile * word_rows(decoder.bits) + 2 * plane), arith.shrui(thread, constant(6)))
+    for plane in range(bits // 4):
+        row = arith.addi(constant(tile * word_rows(bits) + 2 * plane), arith.shrui(thread, constant(6)))
         place = [arith.index_cast(ir.IndexType.get(), index) for index in (row, column)]
         four = vector.load(ir.VectorType.get((4,), i32), words_ref, place)
         for word in range(4):

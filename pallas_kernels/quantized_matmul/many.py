@@ -149,6 +149,7 @@ def product(
             plgpu=plgpu,
             number=weight.number,
             group=weight.group,
+            fold=weight.fold,
             sizes=sizes,
             num_items=num_all_items,
             num_ctas=num_ctas,
@@ -187,6 +188,8 @@ class _Many:
     plgpu: Any
     number: str
     group: int | None
+    fold: int
+    """Of the scales."""
     sizes: ManySizes
     num_items: int
     num_ctas: int
@@ -294,7 +297,7 @@ class _Many:
 
             plgpu.wgmma_wait(0)
             self.release(begin + self.num_steps - 1)
-            return sum_ref[...]
+            return sum_ref[...] * 2.0**self.fold if self.fold else sum_ref[...]
 
         return pl.run_scoped(accumulate, plgpu.ACC((TILE, self.sizes.tile_rows), jnp.float32))
 
@@ -312,4 +315,4 @@ class _Many:
         )
         interpreted = self.smem.get("interpreted_smem")
         interpreted = interpreted if interpreted is None else interpreted.at[wg]
-        return operand(self.number, self.smem["words_smem"].at[slot, wg], 0, scales, zeros, interpreted)
+        return operand(self.number, self.smem["words_smem"].at[slot, wg], 0, scales, zeros, interpreted, fold=self.fold)

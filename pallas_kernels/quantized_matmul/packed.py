@@ -3,7 +3,7 @@
 A tile of 64 outputs x 64 inputs is four products of 64 x 16 (wgmma, or per 16 outputs mma.m16n8k16), whose operand lies in 128 threads.
 Thread 32 w + 4 g + q has words of its own, so that it reads 16 bytes at a time and nothing moves between threads:
 
-    4 bits   one plane; word j: product j; nibble 4 p + 2 c + h
+    4 bits   one plane; word j: product j; nibble 4 p + 2 c + h (bits of e2m1 are rearranged: `Decoder.moves`)
     8 bits   two planes; word 2 (j mod 2) + c of plane j div 2; byte 2 p + h
              is output 16 w + 8 h + g, input 16 j + 8 c + 2 q + p of the tile; p, c and h are 0 or 1
 
@@ -28,6 +28,12 @@ MIDDLES = {"int4": 8, "uint8b128": 128}
 """The code of zero of numbers that are stored without a sign, where a group does not say its own."""
 
 
+def fold_of(number: str, scale: jax.Array | None) -> int:
+    """n, if stored scales are 2^n of the true ones, so that products with numbers that are 2^-2n too small (`Decoder.too_small`) are only
+    2^-n too small, and no bfloat16 leaves its range: scales below 2^64 do not, values below 2^-70 become 0. Float16 has no room for it."""
+    return 0 if scale is None or scale.dtype == jnp.float16 else DECODERS[number].exponent // 2
+
+
 def decoder_of(number: str) -> str:
     """The key of DECODERS with which a number is packed. uint8b128: its codes less 128 are int8."""
     return "int8" if number == "uint8b128" else number
@@ -41,7 +47,7 @@ class Packed:
     words: jax.Array
     """int32 [N / 64, K / 64, 128 * bits]"""
     scale: jax.Array | None
-    """float16, bfloat16 or float32 [K / group, N]; None: 1"""
+    """float16, bfloat16 or float32 [K / group, N], times 2^`fold`; None: 1"""
     zero: jax.Array | None
     """bfloat16, as scale; None: 0"""
     factor: jax.Array | None
@@ -56,6 +62,11 @@ class Packed:
     @property
     def num_inputs(self) -> int:
         return TILE * self.words.shape[1]
+
+    @property
+    def fold(self) -> int:
+        """See `fold_of`."""
+        return fold_of(self.number, self.scale)
 
     @property
     def group(self) -> int | None:
@@ -81,31 +92,32 @@ def pack(
     elif number == "uint8b128":
         codes ^= 128
     num_outputs, num_inputs = codes.shape
-    scale = _as_float(scale)
     if scale.shape[1] == 1 and zero is None:
-        whole = scale[:, 0].astype(jnp.float32)
+        whole = _as_float(scale)[:, 0].astype(jnp.float32)
         factor, scale_GN = whole if factor is None else whole * factor, None
     else:
-        scale_GN = _by_group(scale, num_inputs)
+        scale_GN = _by_group(_as_float(scale, fold_of(decoder_of(number), scale)), num_inputs)
     zero_GN = None
     if zero is not None:
         if number not in MIDDLES:
             raise ValueError(f"zero points are of {' and '.join(MIDDLES)} numbers, not of {number}")
         zero_GN = _by_group((zero.astype(jnp.int32) - MIDDLES[number]).astype(jnp.bfloat16), num_inputs)
     padding = -num_outputs % TILE, -num_inputs % TILE
-    words = pack_words(jnp.pad(codes, ((0, padding[0]), (0, padding[1]))), bits)
+    words = DECODERS[decoder_of(number)].arranged(pack_words(jnp.pad(codes, ((0, padding[0]), (0, padding[1]))), bits))
     if factor is not None:
         factor = jnp.pad(factor.astype(jnp.float32), (0, padding[0]))
     return Packed(words, scale_GN, zero_GN, factor, decoder_of(number))
 
 
-def _as_float(scale: jax.Array) -> jax.Array:
-    """Scales in a type that kernels read; exact."""
+def _as_float(scale: jax.Array, fold: int = 0) -> jax.Array:
+    """Scales times 2^fold in a type that kernels read; exact."""
     if scale.dtype == jnp.uint8:
-        # The exponent is that of a bfloat16: the smallest is subnormal, the largest stands for NaN.
-        bits = scale.astype(jnp.uint16) << 7
-        return lax.bitcast_convert_type(jnp.where(scale == 0, 0x40, jnp.where(scale == 255, 0x7FC0, bits)), jnp.bfloat16)
-    return scale.astype(jnp.bfloat16) if scale.dtype.itemsize == 1 else scale
+        # The exponent is that of a bfloat16: 0 is subnormal, the largest stands for NaN.
+        exponent = scale.astype(jnp.uint16) + fold
+        bits = jnp.where(exponent == 0, 0x40, jnp.minimum(exponent, 255) << 7)
+        return lax.bitcast_convert_type(jnp.where(scale == 255, 0x7FC0, bits).astype(jnp.uint16), jnp.bfloat16)
+    scale = scale.astype(jnp.bfloat16) if scale.dtype.itemsize == 1 else scale
+    return scale * jnp.asarray(2.0**fold, scale.dtype) if fold else scale
 
 
 def _by_group(values_NG: jax.Array, num_inputs: int) -> jax.Array:
@@ -154,7 +166,7 @@ def unpack_words(words: jax.Array, bits: int) -> jax.Array:
 def widened(weight: Packed) -> jax.Array:
     """float32 [N, K]: the values."""
     decoder = DECODERS[weight.number]
-    values = decoder.widen(unpack_words(weight.words, decoder.bits)).astype(jnp.float32)
+    values = decoder.widen(unpack_words(decoder.in_order(weight.words), decoder.bits)).astype(jnp.float32)
 
     def of_inputs(values_GN: jax.Array) -> jax.Array:
         return jnp.repeat(values_GN.T.astype(jnp.float32), weight.num_inputs // values_GN.shape[0], axis=1)
@@ -162,5 +174,5 @@ def widened(weight: Packed) -> jax.Array:
     if weight.zero is not None:
         values -= of_inputs(weight.zero)
     if weight.scale is not None:
-        values *= of_inputs(weight.scale)
+        values *= of_inputs(weight.scale) * 2.0**-weight.fold
     return values if weight.factor is None else values * weight.factor[:, None]

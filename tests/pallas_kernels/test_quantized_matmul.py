@@ -103,11 +103,25 @@ def test_packed_values_are_those_stored_and_padding_is_0(name):
         assert not got[:, -(-shapes.num_inputs // weight.group) * weight.group :].any()
 
 
-def test_every_exponent_is_exact():
+@pytest.mark.parametrize(("number", "fold"), [("int4", 0), ("e2m1", 63), ("e4m3", 60)])
+def test_exponents_are_exact_as_long_as_there_is_room(number, fold):
     exponents = np.arange(256, dtype=np.uint8).reshape(128, 2)
-    scale = np.asarray(pack("e2m1", np.zeros((128, 32), np.uint8), exponents).scale).T.astype(np.float64).reshape(-1)
-    np.testing.assert_array_equal(scale[:255], np.exp2(np.arange(255.0) - 127))
-    assert np.isnan(scale[255])
+    weight = pack(number, np.zeros((128, 64 // (8 // DECODERS[number].bits)), np.uint8), exponents)
+    scale = np.asarray(weight.scale).T.astype(np.float64).reshape(-1)
+    np.testing.assert_array_equal(scale[: 255 - fold], np.exp2(np.arange(255.0 - fold) - 127 + fold))
+    assert weight.fold == fold and np.isinf(scale[255 - fold : 255]).all() and np.isnan(scale[255])
+
+
+@pytest.mark.parametrize("number", ["e2m1", "e4m3"])
+def test_scales_are_stored_larger_where_numbers_are_decoded_too_small(number):
+    """Not in float16, which has no room for it."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 0x70, (64, 64 // (8 // DECODERS[number].bits)), np.uint8)
+    scale = rng.uniform(0.5, 2, (64, 2)).astype(np.float16)
+    wide, half = pack(number, codes, scale.astype(np.float32)), pack(number, codes, scale)
+    assert wide.fold == DECODERS[number].exponent // 2 and half.fold == 0
+    np.testing.assert_array_equal(widened(wide), widened(half))
+    np.testing.assert_array_equal(np.asarray(wide.scale) * 2.0**-wide.fold, np.asarray(half.scale).astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -134,11 +148,19 @@ def test_instructions_decode_every_code_in_every_register(number):
     for register in range(16 // decoder.bits):
         noise = np.random.default_rng(register).integers(0, 1 << 32, len(low), dtype=np.uint32)
         mask = np.uint32(((1 << decoder.bits) - 1) * 0x10001 << decoder.bits * register)
-        word = noise & ~mask | (low | high << 16) << decoder.bits * register
+        codes_of_word = (noise & ~mask | (low | high << 16) << decoder.bits * register).astype(np.uint32).view(np.int32)
+        word = np.asarray(decoder.arranged(codes_of_word))
+        np.testing.assert_array_equal(decoder.in_order(word), codes_of_word)
         results = [f"${index}" for index in range(16 // decoder.bits)]
-        got = run_ptx(decoder.instructions, {f"${len(results)}": word.astype(np.uint32)}, results, TEMPORARIES)
-        got = got[register].view(np.uint16).reshape(-1, 2)
-        np.testing.assert_array_equal(got, np.stack(expected, axis=1))
+
+        def run(text, word=word, results=results, register=register):
+            found = run_ptx(text, {f"${len(results)}": word.view(np.uint32)}, results, TEMPORARIES)
+            return found[register].view(np.uint16).reshape(-1, 2)
+
+        np.testing.assert_array_equal(run(decoder.instructions), np.stack(expected, axis=1))
+        if decoder.too_small:
+            got = run(decoder.too_small).view(ml_dtypes.bfloat16).astype(np.float64) * 2.0**decoder.exponent
+            np.testing.assert_array_equal(got, np.stack(expected, axis=1).view(ml_dtypes.bfloat16).astype(np.float64))
 
 
 def test_numbers_are_what_their_types_say():
