@@ -21,8 +21,8 @@ from pallas_kernels._compat import load, store, triton_call
 from pallas_kernels.grouped_matmul.plan import max_tiles
 from pallas_kernels.sizes import next_power_of_two
 
-BLOCK = 256
-"""Pairs of a program that counts."""
+_FEW_PAIRS = 4096
+"""Up to so many, programs that count compare 64 each."""
 COLUMNS = 2048
 """Most columns of a program that moves rows."""
 _COMPARED = 16384
@@ -47,12 +47,18 @@ class SortedRows:
     """int32 []: tiles in use."""
 
 
+def pick_block(num_pairs: int) -> int:
+    """Pairs of a program that counts, which compares each with each: fewer take less time, but more programs have more counts to add up."""
+    return 64 if num_pairs <= _FEW_PAIRS else 256
+
+
 def sort_rows(
     x_TD: jax.Array, expert_P: jax.Array, num_experts: int, tile_rows: int, alignment: int, *, interpret: bool
 ) -> SortedRows:
     """expert_P: this device's expert of each pair, k to a token; that of a pair without one is outside of [0, E)."""
     (num_tokens, width), num_pairs = x_TD.shape, len(expert_P)
-    num_blocks = pl.cdiv(num_pairs, BLOCK)
+    block_size = pick_block(num_pairs)
+    num_blocks = pl.cdiv(num_pairs, block_size)
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     num_rows = num_pairs + min(num_experts, num_pairs) * (alignment - 1)
     num_rows = max(tile_rows, pl.cdiv(num_rows, alignment) * alignment)  # the array itself has room for a tile
@@ -62,11 +68,11 @@ def sort_rows(
 
     options: dict[str, Any] = {"num_stages": 1, "interpret": interpret}
     place_P, count_CE = triton_call(
-        _count_kernel,
+        functools.partial(_count_kernel, block_size=block_size),
         name="experts_count",
         grid=(num_blocks,),
         out_shape=(ints(num_pairs), ints(num_blocks, num_experts)),
-        num_warps=8,
+        num_warps=max(4, block_size // 32),
         **options,
     )(expert_P)
     first_CE, expert_N, start_N, count_N, num_tiles_1 = triton_call(
@@ -79,7 +85,7 @@ def sort_rows(
     )(count_CE)
     columns = min(COLUMNS, next_power_of_two(width))
     x_SD, row_P = triton_call(
-        functools.partial(_spread_kernel, columns=columns),
+        functools.partial(_spread_kernel, block_size=block_size, columns=columns),
         name="experts_spread",
         grid=(num_tokens, pl.cdiv(width, columns)),
         out_shape=(jax.ShapeDtypeStruct((num_rows, width), x_TD.dtype), ints(num_pairs)),
@@ -110,25 +116,27 @@ def _count_kernel(
     expert_ref: Any,  # [P]
     place_ref: Any,  # [P]
     count_ref: Any,  # [C, E]
+    *,
+    block_size: int,
 ) -> None:
     block = pl.program_id(0)
     num_pairs, num_experts = expert_ref.shape[0], count_ref.shape[1]
-    index_B = block * BLOCK + jnp.arange(BLOCK)
+    index_B = block * block_size + jnp.arange(block_size)
     expert_B = load(expert_ref.at[index_B], mask=index_B < num_pairs, other=-1)
     id_E = jnp.arange(max(2, next_power_of_two(num_experts)))
-    part = max(1, min(BLOCK, _COMPARED // max(BLOCK, len(id_E))))
+    part = max(1, min(block_size, _COMPARED // max(block_size, len(id_E))))
 
     def add_part(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         place_B, count_E = sums
-        index_Q = block * BLOCK + i * part + jnp.arange(part)
+        index_Q = block * block_size + i * part + jnp.arange(part)
         expert_Q = load(expert_ref.at[index_Q], mask=index_Q < num_pairs, other=-1)
         is_before_BQ = (expert_Q[None, :] == expert_B[:, None]) & (index_Q[None, :] < index_B[:, None])
         place_B += jnp.sum(is_before_BQ.astype(jnp.int32), axis=1)
         count_E += jnp.sum((expert_Q[:, None] == id_E[None, :]).astype(jnp.int32), axis=0)
         return place_B, count_E
 
-    zeros = jnp.zeros(BLOCK, jnp.int32), jnp.zeros(len(id_E), jnp.int32)
-    place_B, count_E = lax.fori_loop(0, BLOCK // part, add_part, zeros)
+    zeros = jnp.zeros(block_size, jnp.int32), jnp.zeros(len(id_E), jnp.int32)
+    place_B, count_E = lax.fori_loop(0, block_size // part, add_part, zeros)
     store(place_ref.at[index_B], place_B, mask=index_B < num_pairs)
     store(count_ref.at[block, id_E], count_E, mask=id_E < num_experts)
 
@@ -197,6 +205,7 @@ def _spread_kernel(
     out_ref: Any,  # [S, D]
     row_ref: Any,  # [P]
     *,
+    block_size: int,
     columns: int,
 ) -> None:
     token, part = pl.program_id(0), pl.program_id(1)
@@ -211,7 +220,7 @@ def _spread_kernel(
 
         @pl.when((expert >= 0) & (expert < num_experts))
         def _(pair=pair, expert=expert):
-            row = first_ref[lax.div(pair, BLOCK), expert] + place_ref[pair]
+            row = first_ref[lax.div(pair, block_size), expert] + place_ref[pair]
             store(out_ref.at[row, column_N], x_N, mask=in_columns_N)
 
             @pl.when(part == 0)
