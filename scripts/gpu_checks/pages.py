@@ -69,8 +69,9 @@ def render_page(device_kind: str, record: Mapping[str, Any]) -> str:
         shown = kept[op]["verified"] if op in kept else found
         status = SAME_KERNELS if op in kept and found == now else _status(found, now)
         lines.append(f"| {op} | {shown or '–'} | {now} | {status} |")
-    lines += [""] if kept else []
-    for op, each in kept.items():
+    as_now = {op: each for op, each in kept.items() if each["now"] == verified.source_digest(op)}
+    lines += [""] if as_now else []
+    for op, each in as_now.items():
         text = f"- {op}: the source changed since it was verified, but none of the {each['programs']} programs of its check cases of that"
         newer = f" {each['new']} programs of newer cases have not run on it." if each["new"] else ""
         lines.append(f"{text} time, as lowered for this device.{newer}")

@@ -153,6 +153,10 @@ def test_a_source_that_makes_the_same_kernels_stays_verified(tmp_path, monkeypat
     page = pages.render_page("NVIDIA H200", records["NVIDIA H200"])
     assert f"| lora | then | {now} | {pages.SAME_KERNELS} |" in page
     assert "none of the 1 programs" in page and "1 programs of newer cases have not run on it" in page
+    with monkeypatch.context() as later:
+        later.setattr(verified, "source_digest", lambda op: "later")
+        page = pages.render_page("NVIDIA H200", records["NVIDIA H200"])
+    assert "| lora | then | later | unverified since its source changed |" in page and "programs" not in page
     carried_again = carrying.carry(records, write("between", now, kernel, ("lora: b: triton", "new")), after)
     again = carried_again["NVIDIA H200"]["carried"]["lora"]
     assert (again["verified"], again["new"]) == ("then", 1), "b has not run yet"
