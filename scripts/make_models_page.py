@@ -124,9 +124,10 @@ on a CPU, and with `--dequantize` all these weights do, gpt-oss's experts too. D
 each piece.
 
 On Hopper GPUs with JAX 0.11 or later, kernels multiply weights of linear layers, experts and heads in int4, int8, fp8
-(by block, and weight-only), NVFP4, MXFP4, MXFP8 and nf4 in engines in bfloat16: by default on kinds of GPU on which
-they were verified ([H100](verified/NVIDIA_H100_80GB_HBM3.md), [H200](verified/NVIDIA_H200.md)), on others with
-`--attention-implementation mosaic`, after the check at the start found them right in the model's shapes. They take
+(by block, and weight-only), NVFP4, MXFP4, MXFP8 and nf4 in engines in bfloat16, after the check at the start found
+them right in the model's shapes: by default on kinds of GPU on which they were verified, now or in an earlier version
+([H100](verified/NVIDIA_H100_80GB_HBM3.md), [H200](verified/NVIDIA_H200.md)), on others with
+`--attention-implementation mosaic`. With `--kernel-check off`, they have to be verified as they are. They take
 groups of a multiple of 16 inputs on each device, and no minimums (GGUF's Q4_K, Q5_K, Q4_1 and Q5_1); nf4's table is
 rounded to bfloat16. In all other cases XLA widens the weights: in float16 and float32, on other GPUs, where the check
 fails, and of fp4 and IQ4_NL always. Of experts that is slow, because all of them are widened in each step: where memory

@@ -229,7 +229,7 @@ class _Grouped:
     number: str
     group: int | None
     fold: int
-    """Of the scales."""
+    """Power of two by which stored scales are larger, see `fold_of`."""
     num_matrices: int
     tile_rows: int
     is_shared: bool

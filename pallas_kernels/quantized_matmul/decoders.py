@@ -88,7 +88,7 @@ _E2M1_MOVES = (
     *((0x0800, -2), (0x0700, -8)),
     *((0x8000, -1), (0x6000, -3), (0x1000, 1)),
 )
-"""Of four codes: sign, and exponent with mantissa, of three so far apart as they are in a bfloat16; of the fourth where there is room."""
+"""Sign, and exponent with mantissa, of four codes: of three as far apart as in a bfloat16, of the fourth in the bits that are left."""
 
 
 def _e2m1(r: int) -> str:

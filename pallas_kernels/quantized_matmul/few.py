@@ -159,7 +159,7 @@ class _Few:
     number: str
     group: int | None
     fold: int
-    """Of the scales."""
+    """Power of two by which stored scales are larger, see `fold_of`."""
     sizes: FewSizes
     num_steps: int
     """Steps of a part."""

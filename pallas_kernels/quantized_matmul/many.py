@@ -189,7 +189,7 @@ class _Many:
     number: str
     group: int | None
     fold: int
-    """Of the scales."""
+    """Power of two by which stored scales are larger, see `fold_of`."""
     sizes: ManySizes
     num_items: int
     num_ctas: int

@@ -32,13 +32,13 @@ def check() -> Iterator[Outcome]:
         if jax.default_backend() != "gpu":
             yield skip(name, "kernels of CUDA need a GPU")
             continue
-        num_wrong, is_told = _load(arrays, block_size)
-        told = "the damaged row alone is told" if is_told else "other rows than the damaged one are told"
-        yield Outcome(name, not num_wrong and is_told, f"{num_wrong} bytes wrong after {NUM_ROWS} rows; {told}")
+        num_wrong, is_reported = _load(arrays, block_size)
+        told = "the damaged row alone is reported" if is_reported else "other rows than the damaged one are reported"
+        yield Outcome(name, not num_wrong and is_reported, f"{num_wrong} bytes wrong after {NUM_ROWS} rows; {told}")
 
 
 def _load(arrays: list[CacheArray], block_size: int) -> tuple[int, bool]:
-    """Bytes of the caches that are wrong after a load with a damaged row, and whether that row alone was told."""
+    """Number of wrong bytes in the caches after a load with a damaged row, and whether that row alone is reported as damaged."""
     format = BlockFormat.of(CacheLayout((), tuple(arrays), (), (), block_size=block_size, max_step_tokens=8), 1)
     rng = np.random.default_rng(0)
     slots, targets = rng.permutation(NUM_ROWS), rng.permutation(NUM_BLOCKS)[:NUM_ROWS].astype(np.int32)
@@ -58,9 +58,9 @@ def _load(arrays: list[CacheArray], block_size: int) -> tuple[int, bool]:
         staging = jax.device_put(np.zeros((1, NUM_ROWS, format.part_words), np.uint32), device).block_until_ready()
         where, given = transfer.addresses(caches), np.asarray(sums)[None]
         wait = transfer.load(0, staging, slots.tolist(), targets.tolist(), given, where, is_alone=True)
-        told, _ = wait()
+        is_row_right, _ = wait()
         wrong = sum(int((_bytes(cache) != _bytes(right)).sum()) for cache, right in zip(caches, expected, strict=True))
-        return wrong, told.tolist() == np.asarray(is_right).tolist() == [row != 1 for row in range(NUM_ROWS)]
+        return wrong, is_row_right.tolist() == np.asarray(is_right).tolist() == [row != 1 for row in range(NUM_ROWS)]
     finally:
         transfer.close()
         arena.close()
