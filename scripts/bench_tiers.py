@@ -8,7 +8,7 @@ never-full  64 requests that fit the cache: tokens/s with host memory and withou
 reuse       conversations whose contexts are four times the device's cache, in turn: tokens/s with host memory and without
 no-reuse    prompts that never come back, in a cache that is too small for them: tokens/s with host memory and without
 preempt     64 requests in a quarter of the cache that they need: tokens/s with host memory and without, preemptions
-beside      64 requests decode, without copies, and with a store or a load at all times: time of a step, GB/s
+beside      64 requests decode, without copies, with a store or a load at all times, and with 30 GB/s of either: time of a step, GB/s
 reload      a prompt of 2048 and one of 32768 tokens that is in host memory, in a cache of one and of three such prompts: time to the
             first token, against computing it
 disk        a prompt of 8192 tokens that an earlier engine left in a directory (in TMPDIR): time to the first token from files, from host

@@ -91,15 +91,18 @@ class Copies:
                 self.copier.wait(1.0)
         return num_done
 
-    def go_on(self, begin: Callable[[], CopyBlocks] | None) -> int:
-        """Have the next plan carry copies, as many as there are buffers for stores. Returns how many were over."""
+    def go_on(self, begin: Callable[[], CopyBlocks] | None, most: int | None = None) -> tuple[int, int]:
+        """Have the next plan carry copies, as many as there are buffers for stores, at most so many. Returns how many were over, and how
+        many begin."""
         over = {copy.number for copy in self._taken()}
         self._under_way -= over
-        while begin is not None and len(self._under_way) < self.copier.num_staging - 1:
+        num_begun = 0
+        while begin is not None and len(self._under_way) < self.copier.num_staging - 1 and (most is None or num_begun < most):
             op = begin()
             self._under_way.add(op.number)
             self.core.ops.add(op)
-        return len(over)
+            num_begun += 1
+        return len(over), num_begun
 
     def forget(self) -> None:
         """Wait for what is under way."""

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from jaxllm.device_ops import CopyBlocks
 from jaxllm.measuring.runs import SETTLING_STEPS, decoding, greedy
 from scripts.tier_bench.copies import Copies
 from scripts.tier_bench.engines import Bench, empty, new_prompts, without_tiers
+
+GOAL_SPEED = 30.0
+"""GB/s of copies with which a step may take a tenth longer."""
 
 
 def copies(bench: Bench) -> None:
@@ -36,28 +40,37 @@ def copies(bench: Bench) -> None:
 
 
 def beside(bench: Bench) -> None:
-    """Decodes alone, with stores and with loads."""
+    """Decodes alone, with stores and with loads: as many as the bus takes, and as many as the goal asks for."""
     sizes = bench.sizes
     (llm,) = bench.engines.use({})
     made = Copies(llm)
     prompts = new_prompts(llm, [sizes.context] * sizes.rows, 0)
     batch_bytes, alone = made.size * made.copier.block_bytes, 0.0
-    for name, begin in (("nothing", None), ("stores", made.gathers), ("loads", made.loads)):
+    kinds: list[tuple[str, Callable[[], CopyBlocks] | None, float | None]] = [
+        ("nothing", None, None),
+        ("stores", made.gathers, None),
+        ("loads", made.loads, None),
+        (f"stores at {GOAL_SPEED:.0f} GB/s", made.gathers, GOAL_SPEED),
+        (f"loads at {GOAL_SPEED:.0f} GB/s", made.loads, GOAL_SPEED),
+    ]
+    for name, begin, speed in kinds:
         made.forget()
         with decoding(llm.llm_engine, prompts, [greedy(sizes.num_steps + 64)] * sizes.rows) as step:
-            seconds, num_copies = [], 0
+            seconds, num_copies, num_begun, first_at = [], 0, 0, time.perf_counter()
             for _ in range(sizes.num_steps):
                 began = time.perf_counter()
-                num_copies += made.go_on(begin)
+                most = None if speed is None else 1 + int((began - first_at) * speed * 1e9 / batch_bytes) - num_begun
+                over, new = made.go_on(begin, most)
+                num_copies, num_begun = num_copies + over, num_begun + new
                 step()
                 seconds.append(time.perf_counter() - began)
         total, ordered = sum(seconds), sorted(seconds)
         mean, tail = 1e3 * total / len(seconds), 1e3 * ordered[int(0.99 * (len(ordered) - 1))]
         alone = alone or mean
-        goal = 1.1 * alone if begin else None
+        goal = 1.1 * alone if speed else None
         bench.rows.note(f"step of {sizes.rows} decodes, {name}", mean, "ms", goal, note=f"p99 {tail:.2f} ms")
         if begin:
-            goal = 30.0 if name == "loads" else None
+            goal = GOAL_SPEED if name == "loads" else None
             bench.rows.note(f"{name} meanwhile", num_copies * batch_bytes / total / 1e9, "GB/s", goal, more=True)
     made.close()
 
