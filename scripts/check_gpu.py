@@ -55,6 +55,9 @@ from scripts.gpu_checks.parts import PARTS, outcomes
 from scripts.gpu_checks.state import RESUMABLE, Identity, State
 from scripts.kernels import OPS
 
+SANITIZED = ("kernels", "tiers")
+"""Parts with small cases for a run under compute-sanitizer."""
+
 
 def main() -> None:
     """Run the parts, print what they find, and record it if asked."""
@@ -63,7 +66,6 @@ def main() -> None:
         # In one big pool a read past an array's end reads another array; and autotuning would run for hours.
         os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-        args.parts = [part for part in args.parts if part in ("kernels", "tiers")]
         args.seconds, args.in_turn = 3600.0, True
     if args.tiny and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # For tensor parallelism; and the interpreter of Mosaic kernels blocks forever if a CPU has few threads.
@@ -131,7 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", help=f"of {', '.join(PARTS)}; with --sanitize, of {', '.join(SANITIZED)}")
     parser.add_argument("--ops", default=",".join(OPS), help=f"of {', '.join(OPS)}, for the part kernels")
     parser.add_argument("--seconds", type=float, default=600.0, help="begin nothing after this; what is left out fails")
     parser.add_argument("--repeats", type=int, default=10, help="runs of each kernel whose bits are compared")
@@ -145,9 +147,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--as-job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.parts = args.parts.split(",")
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    parts = SANITIZED if args.sanitize else PARTS
+    args.parts = list(parts) if args.parts is None else args.parts.split(",")
+    if unknown := set(args.parts) - set(parts):
+        parser.error(f"no part {', '.join(sorted(unknown))}{' to sanitize' * args.sanitize}; there are {', '.join(parts)}")
     if unknown := set(args.ops.split(",")) - set(OPS):
         parser.error(f"no op {', '.join(sorted(unknown))}; there are {', '.join(OPS)}")
     if args.sanitize and args.state:

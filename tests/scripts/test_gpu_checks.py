@@ -498,12 +498,21 @@ def test_the_sanitizer_sees_every_kernel() -> None:
         "experts triton biases",
         "quantize triton",
         "quantized mosaic: int4 200x640 g128 bfloat16 zeros, 150 rows",
+        "quantized mosaic: int4 128x2048 g128 bfloat16, 13 rows",
+        "quantized mosaic: int4 128x2048 g128 bfloat16, 150 rows",
         "rope triton",
         "sampling triton: argmax",
         "sampling triton: draw",
         "sampling triton: top_values",
     ):
         assert any(name.startswith(kernel) for name in names)
+
+
+def test_parts_without_small_cases_are_not_sanitized(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--sanitize", "--parts", "kernels,tokens"])
+    with pytest.raises(SystemExit):
+        check_gpu.main()
+    assert "no part tokens to sanitize; there are kernels, tiers" in capsys.readouterr().err
 
 
 def test_collectives_are_checked_between_as_many_devices_as_there_are(monkeypatch) -> None:
