@@ -81,7 +81,7 @@ def takes_three_workers(num_rows: int, num_groups: int, head_dim: int, cache_ite
 
 
 def device_kind() -> str:
-    """Of the GPU that is being compiled for; empty where there is none."""
+    """Name of the kind of GPU that is compiled for, as JAX has it; empty without a GPU."""
     try:
         device = jax.local_devices()[0]
     except RuntimeError:

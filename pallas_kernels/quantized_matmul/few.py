@@ -38,7 +38,7 @@ _WANTED_STAGE_BYTES = 96 << 10
 _IDLE_BYTES = 48 << 10
 """Bytes that a core could read while a CTA begins and ends: an estimate."""
 _ADDING_BYTES = 14
-"""The same for each output of a product while parts are added outside."""
+"""Bytes for each output that a core could read while parts are added outside of the kernel: an estimate."""
 _MIN_STAGES = 2
 
 

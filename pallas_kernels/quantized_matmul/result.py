@@ -37,7 +37,7 @@ MAX_PAIRED = 2
 
 
 def type_of(num_rows: int, num_outputs: int, num_parts: int, dtype: DTypeLike, outside: bool) -> jax.ShapeDtypeStruct:
-    """What the kernel returns: [M, N] of 16 bits, float32 [N, M], or float32 [parts, M, N] that are added outside."""
+    """Shape and type of the kernel's result: [M, N] of 16 bits, float32 [N, M], or float32 [parts, M, N] that are added outside."""
     if outside and num_parts > 1:
         return jax.ShapeDtypeStruct((num_parts, num_rows, num_outputs), jnp.float32)
     is_turned = jnp.dtype(dtype).itemsize == 2

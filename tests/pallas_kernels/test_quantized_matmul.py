@@ -258,6 +258,21 @@ def test_few_rows_get_the_sizes_that_were_the_fastest(number, num_outputs, num_i
     assert few.pick_sizes(8, weight, 132) == sizes
 
 
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "sizes"),
+    [
+        (6144, 4096, many.ManySizes(2, 64, 2, 8)),
+        (4096, 4096, many.ManySizes(2, 64, 4, 8)),
+        (28672, 4096, many.ManySizes(4, 64, 1, 8)),
+        (4096, 14336, many.ManySizes(2, 64, 4, 8)),
+    ],
+)
+def test_many_rows_divide_inputs_until_all_cores_have_some(num_outputs, num_inputs, sizes):
+    """int4 products of Llama-3.1-8B, 64 rows."""
+    weight = of_blocks(shape_of(Shapes("int4", 64, num_inputs, 128)), num_outputs // 64)
+    assert many.pick_sizes(64, weight, 132) == sizes
+
+
 def test_sizes_fit_into_shared_memory_and_what_cannot_is_refused():
     for shapes in (Shapes("e4m3", 64, 28672, None), Shapes("e2m1", 64, 4096, 16, "uint8"), Shapes("int4", 64, 64, 64)):
         weight = of_blocks(shape_of(shapes), 300)
