@@ -180,6 +180,7 @@ def grouped_product(
             number=weight.packed.number,
             group=_group(weight),
             fold=weight.packed.fold,
+            rest=weight.packed.rest,
             num_matrices=num_matrices,
             tile_rows=tile_rows,
             is_shared=is_shared,
@@ -230,6 +231,8 @@ class _Grouped:
     group: int | None
     fold: int
     """Power of two by which stored scales are larger, see `fold_of`."""
+    rest: int
+    """Power of two by which sums are smaller."""
     num_matrices: int
     tile_rows: int
     is_shared: bool
@@ -469,7 +472,7 @@ class _Grouped:
         return pl.run_scoped(form, *[plgpu.ACC((TILE, self.tile_rows), jnp.float32) for _ in range(num_products)])
 
     def unfolded(self, sums: jax.Array) -> jax.Array:
-        return sums * 2.0**self.fold if self.fold else sums
+        return sums * 2.0**self.rest if self.fold else sums
 
     @property
     def share_tiles(self) -> int:

@@ -37,8 +37,9 @@ class Decoder:
     instructions: str
     """PTX for a word."""
     too_small: str = ""
-    """PTX for a word that makes 2^-`exponent` of each number."""
+    """PTX for a word that makes 2^-`exponent` of each number, plus `bias`."""
     exponent: int = 0
+    bias: int = 0
     moves: tuple[tuple[int, int], ...] = ()
     """How the lower half of a word, and so the upper, is arranged: bits of a mask move up by so many, or down."""
 
@@ -74,6 +75,11 @@ def _int4(r: int) -> str:
     return (
         f"shr.u32 a, $w, {4 * r}; lop3.b32 a, a, 0x000F000F, 0x43004300, {_AND_OR}; mov.b32 m, 0x43084308; sub.bf16x2 $r, a, m;"
     )
+
+
+def _biased_int4(r: int) -> str:
+    """The code alone, a subnormal number."""
+    return f"shr.u32 a, $w, {4 * r}; and.b32 $r, a, 0x000F000F;" if r else "and.b32 $r, $w, 0x000F000F;"
 
 
 def _widen_e2m1(codes: jax.Array) -> jax.Array:
@@ -162,7 +168,7 @@ def _small_float(bits: int, widen: Callable[[jax.Array], jax.Array], decode: Cal
 
 
 DECODERS = {
-    "int4": Decoder(4, _widen_int4, _each(4, _int4)),
+    "int4": Decoder(4, _widen_int4, _each(4, _int4), _each(4, _biased_int4), 133, 8),
     "e2m1": replace(_small_float(4, _widen_e2m1, _e2m1, 126), moves=_E2M1_MOVES),
     "nf4": Decoder(4, functools.partial(_widen_by_table, NF4), _by_table(NF4)),
     "int8": Decoder(8, _widen_int8, _each(8, _int8)),

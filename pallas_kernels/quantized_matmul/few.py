@@ -122,6 +122,7 @@ def product(
             number=weight.number,
             group=weight.group,
             fold=weight.fold,
+            rest=weight.rest,
             sizes=sizes,
             num_steps=num_steps,
             words_ref=words_ref,
@@ -160,6 +161,8 @@ class _Few:
     group: int | None
     fold: int
     """Power of two by which stored scales are larger, see `fold_of`."""
+    rest: int
+    """Power of two by which sums are smaller."""
     sizes: FewSizes
     num_steps: int
     """Steps of a part."""
@@ -270,7 +273,7 @@ class _Few:
                 plgpu.wgmma_wait(0)  # before registers of operands are written again
                 plgpu.barrier_arrive(self.smem["free"].at[slot])
 
-            return sum_ref[...] * 2.0**self.fold if self.fold else sum_ref[...]
+            return sum_ref[...] * 2.0**self.rest if self.fold else sum_ref[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((TILE, self.x_ref.shape[0]), jnp.float32))
 

@@ -5,7 +5,8 @@ interpreter knows neither inline code nor operands in registers: there, the tile
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,16 +47,16 @@ def operand(
 
     words_smem: int32 [tiles * word_rows, WORD_COLUMNS]. scales, zeros: bfloat16 [64] in the layout WGMMA.reduce(1), one for each of
     equal parts of the inputs; none: 1, 0. interpreted_smem: bfloat16 [64, 64] where the kernel is interpreted, else None. fold: of the
-    scales (see `packed.fold_of`), of which there are some then; the result is 2^-fold of what it would be.
+    scales (see `packed.fold_of`), of which there are some then; the result is 2^-`Packed.rest` of what it would be.
     """
     decoder = DECODERS[number]
     if interpreted_smem is None:
-        return _in_registers(decoder, words_smem, tile, scales, zeros, decoder.too_small if fold else decoder.instructions)
+        return _in_registers(decoder, words_smem, tile, scales, zeros, is_too_small=fold > 0)
     rows = word_rows(decoder.bits)
     words = words_smem[pl.ds(tile * rows, rows)].reshape(1, 1, rows * WORD_COLUMNS)
     values = decoder.widen(unpack_words(decoder.in_order(words), decoder.bits))
-    if fold:
-        scales = [scale * jnp.bfloat16(2.0**-decoder.exponent) for scale in scales]
+    if fold:  # in two steps: 2^-exponent may be subnormal
+        scales = [scale * jnp.bfloat16(2.0**-fold) * jnp.bfloat16(2.0 ** (fold - decoder.exponent)) for scale in scales]
     for vectors, apply in ((zeros, jnp.subtract), (scales, jnp.multiply)):
         if vectors:
             values = apply(values, jnp.repeat(jnp.stack(list(vectors), axis=1), TILE // len(vectors), axis=1))
@@ -70,7 +71,8 @@ def _in_registers(
     tile: int,
     scales: Sequence[jax.Array],
     zeros: Sequence[jax.Array],
-    instructions: str,
+    *,
+    is_too_small: bool,
 ) -> jax.Array:
     plgpu, fa = _compat.mosaic(), importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
     by_row = [plgpu.Layout.WGMMA.reduce(1)]
@@ -78,10 +80,12 @@ def _in_registers(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), by_row * len(scales), by_row * len(zeros)), return_type=result)
     def decode(_: Any, words_ref: Any, scales: Sequence[Any], zeros: Sequence[Any]) -> Any:
-        found = _decoded(decoder.bits, instructions, words_ref, tile)
-        for vectors, operation in ((zeros, "subf"), (scales, "mulf")):
-            if vectors:
-                found = _by_rows(found, vectors, operation)
+        found = _decoded(decoder.bits, decoder.too_small if is_too_small else decoder.instructions, words_ref, tile)
+        if zeros:
+            found = _by_rows(found, zeros, partial(_apply, "subf"))
+        if scales:
+            bias = decoder.bias * 2.0**-decoder.exponent if is_too_small else 0.0
+            found = _by_rows(found, scales, partial(_scaled_less, bias) if bias else partial(_apply, "mulf"))
         registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((TILE, TILE)), dtype=object)
         for index in np.ndindex(registers.shape):
             eight = index[1]
@@ -118,9 +122,9 @@ def _decoded(bits: int, instructions: str, words_ref: Any, tile: int) -> list[li
     return [found[start : start + _REGISTERS] for start in range(0, _PRODUCTS * _REGISTERS, _REGISTERS)]
 
 
-def _by_rows(found: list[list[Any]], vectors: Sequence[Any], operation: str) -> list[list[Any]]:
+def _by_rows(found: list[list[Any]], vectors: Sequence[Any], apply: Callable[[Any, Any], Any]) -> list[list[Any]]:
     """An operation of each value with that of its row, from the vector of its part of the inputs."""
-    ir, (arith, _, vector), _ = _mlir()
+    ir, (_, _, vector), _ = _mlir()
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
 
     def twice(register: Any) -> Any:
@@ -128,11 +132,25 @@ def _by_rows(found: list[list[Any]], vectors: Sequence[Any], operation: str) -> 
         return vector.broadcast(pair, value)
 
     halves = [[twice(register) for register in each.registers.flat] for each in vectors]
-    apply = getattr(arith, operation)
     return [
         [apply(value, halves[product * len(vectors) // _PRODUCTS][register % 2]) for register, value in enumerate(values)]
         for product, values in enumerate(found)
     ]
+
+
+def _apply(operation: str, value: Any, of_row: Any) -> Any:
+    _, (arith, _, _), _ = _mlir()
+    return getattr(arith, operation)(value, of_row)
+
+
+def _scaled_less(bias: float, value: Any, scale: Any) -> Any:
+    """(value - bias) * scale with one rounding: bias * scale is exact."""
+    ir, (_, llvm, _), utils = _mlir()
+    i32 = ir.IntegerType.get_signless(32)
+    bits = int(np.asarray(-bias, np.float32).astype(jnp.bfloat16).view(np.uint16)) * 0x10001
+    text = f"{{ .reg .b32 b; mov.b32 b, 0x{bits:08X}; mul.rn.bf16x2 b, $2, b; fma.rn.bf16x2 $0, $1, $2, b; }}"
+    found = llvm.inline_asm(i32, [utils.bitcast(value, i32), utils.bitcast(scale, i32)], text, "=r,r,r")
+    return utils.bitcast(found, ir.VectorType.get((2,), ir.BF16Type.get()))
 
 
 def _mlir() -> tuple[Any, Any, Any]:

@@ -150,6 +150,7 @@ def product(
             number=weight.number,
             group=weight.group,
             fold=weight.fold,
+            rest=weight.rest,
             sizes=sizes,
             num_items=num_all_items,
             num_ctas=num_ctas,
@@ -190,6 +191,8 @@ class _Many:
     group: int | None
     fold: int
     """Power of two by which stored scales are larger, see `fold_of`."""
+    rest: int
+    """Power of two by which sums are smaller."""
     sizes: ManySizes
     num_items: int
     num_ctas: int
@@ -297,7 +300,7 @@ class _Many:
 
             plgpu.wgmma_wait(0)
             self.release(begin + self.num_steps - 1)
-            return sum_ref[...] * 2.0**self.fold if self.fold else sum_ref[...]
+            return sum_ref[...] * 2.0**self.rest if self.fold else sum_ref[...]
 
         return pl.run_scoped(accumulate, plgpu.ACC((TILE, self.sizes.tile_rows), jnp.float32))
 

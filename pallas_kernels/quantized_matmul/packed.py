@@ -28,10 +28,12 @@ MIDDLES = {"int4": 8, "uint8b128": 128}
 """The code of zero of numbers that are stored without a sign, where a group does not say its own."""
 
 
-def fold_of(number: str, scale: jax.Array | None) -> int:
-    """n, if stored scales are 2^n of the true ones, so that products with numbers that are 2^-2n too small (`Decoder.too_small`) are only
-    2^-n too small, and no bfloat16 leaves its range: scales below 2^64 do not, values below 2^-70 become 0. Float16 has no room for it."""
-    return 0 if scale is None or scale.dtype == jnp.float16 else DECODERS[number].exponent // 2
+def fold_of(number: str, scale: jax.Array | None, zero: jax.Array | None) -> int:
+    """n, if stored scales are 2^n of the true ones, so that products with numbers that are decoded too small (`Decoder.too_small`) are only
+    half as many powers of two too small, and no bfloat16 leaves its range: scales up to 2^61 do not, values below 2^-66 become 0. Float16
+    has no room for it, and zero points are subtracted first."""
+    is_left_out = scale is None or scale.dtype == jnp.float16 or zero is not None
+    return 0 if is_left_out else DECODERS[number].exponent // 2
 
 
 def decoder_of(number: str) -> str:
@@ -66,7 +68,12 @@ class Packed:
     @property
     def fold(self) -> int:
         """See `fold_of`."""
-        return fold_of(self.number, self.scale)
+        return fold_of(self.number, self.scale, self.zero)
+
+    @property
+    def rest(self) -> int:
+        """n, if sums of products are 2^-n of the true ones."""
+        return DECODERS[self.number].exponent - self.fold if self.fold else 0
 
     @property
     def group(self) -> int | None:
@@ -96,7 +103,7 @@ def pack(
         whole = _as_float(scale)[:, 0].astype(jnp.float32)
         factor, scale_GN = whole if factor is None else whole * factor, None
     else:
-        scale_GN = _by_group(_as_float(scale, fold_of(decoder_of(number), scale)), num_inputs)
+        scale_GN = _by_group(_as_float(scale, fold_of(decoder_of(number), scale, zero)), num_inputs)
     zero_GN = None
     if zero is not None:
         if number not in MIDDLES:
