@@ -31,7 +31,9 @@ def prefill_decode(bench: Bench) -> None:
         before = core.stats()
         computing, fetching = _through_both(prefill, decode, passed)
         num_bytes = core.stats().pulled_bytes - before.pulled_bytes
-        if number:  # the first connects, and does not count
+        if not number:  # it connects, and does not count
+            time.sleep(sizes.locking_seconds)
+        else:
             one.append(1e3 * seconds_alone)
             both.append(1e3 * (computing + fetching))
             fetched.append((1e3 * fetching, num_bytes))

@@ -43,6 +43,8 @@ class Sizes:
     far_host_gib: float = 5.0
     """Host memory for four such prompts and some more."""
     far_repeats: int = 3
+    locking_seconds: float = 10.0
+    """In which a decode engine locks the host memory of a prefill engine, from its first fetch on; see docs/PREFILL_DECODE.md."""
 
     @property
     def quarter_blocks(self) -> int:
@@ -75,6 +77,7 @@ TINY = Sizes(
     launch_context=32,
     far_prompt=200,
     far_host_gib=0.0006,
+    locking_seconds=0.0,
 )
 TINY_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
