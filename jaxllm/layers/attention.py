@@ -66,7 +66,7 @@ class GroupedQueryAttention(nnx.Module):
             bias=part.bias,
             biased=() if part.key_bias else (True, False, True),
             transposed=part.transposed,
-            flat=config.encoder is not None,
+            flat=part.bias,
         )
         self.gate = nnx.data(None)
         if part.gated:

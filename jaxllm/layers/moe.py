@@ -50,8 +50,8 @@ class MixtureOfExperts(nnx.Module):
         self.name = name = part.module(prefix.removesuffix("."))
         router, dtype = f"{name}.{part.routing.router}.weight", part.routing.router_dtype or config.dtype
         self.router = abstract_param((E, D), ("experts", "embed"), dtype, source=router)
-        self.router_bias = (
-            abstract_param((E,), ("experts",), config.dtype, source=f"{name}.{part.routing.router}.bias", init="zeros")
+        self.router_bias = (  # wide: XLA leaves it to the product, and else widens it by a kernel in each step
+            abstract_param((E,), ("experts",), "float32", source=f"{name}.{part.routing.router}.bias", init="zeros")
             if part.routing.router_bias
             else None
         )
@@ -115,7 +115,7 @@ class MixtureOfExperts(nnx.Module):
         else:
             logits_TE = _scores(routed_TD if wide is None else routed_TD.astype(wide), self.router[...])
         if self.router_bias is not None:
-            logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
+            logits_TE = logits_TE + self.router_bias[...]
         logits_TE = step.scores(self.router_name, routed_TD, logits_TE, start)
         bias = None if self.correction_bias is None else self.correction_bias[...]
         is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
