@@ -23,8 +23,6 @@ from pallas_kernels.sizes import next_power_of_two
 
 _FEW_PAIRS = 1024
 """Up to so many, each program that plans counts them all."""
-_VALUES_OF_WARP = 1024
-"""Comparisons of a program that plans few pairs, for each of its warps, of which there are 4 to 16."""
 COLUMNS = 2048
 """Most columns of a program that moves rows."""
 _COMPARED = 16384
@@ -75,9 +73,6 @@ def sort_rows(
             **options,
         )(expert_P)
         counts = (count_CE,)
-        num_warps = block_size // 32
-    else:
-        num_warps = num_pairs * num_experts // _VALUES_OF_WARP
     row_P, expert_N, start_N, count_N, num_tiles_1 = triton_call(
         functools.partial(
             _plan_kernel, num_experts=num_experts, block_size=block_size, tile_rows=tile_rows, alignment=alignment
@@ -85,7 +80,7 @@ def sort_rows(
         name="experts_plan",
         grid=(num_blocks,),
         out_shape=(ints(num_pairs), ints(num_tiles), ints(num_tiles), ints(num_tiles), ints(1)),
-        num_warps=max(4, min(next_power_of_two(num_warps), 16)),
+        num_warps=max(4, block_size // 32),
         **options,
     )(expert_P, *counts)
     columns = min(COLUMNS, next_power_of_two(width))
