@@ -44,7 +44,7 @@ def prefill_decode(bench: Bench) -> None:
     note = f"of that {ms:.1f} ms at the decode engine" + f"; {failures} pulls failed" * bool(failures)
     bench.rows.note(f"first token, {length} tokens, prefill and decode engine", both_ms, "ms", note=note)
     bench.rows.note("first token, what two engines add", both_ms - alone_ms, "ms", 40.0)
-    note = f"{num_bytes / 2**20:.0f} MiB, until the first token"
+    note = f"{num_bytes / 2**20:.0f} MiB from the request to the first token, waiting and its last step included"
     bench.rows.note("blocks from a prefill engine", num_bytes / ms / 1e6, "GB/s", note=note)
 
 
