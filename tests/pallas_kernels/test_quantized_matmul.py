@@ -160,7 +160,9 @@ def test_instructions_decode_every_code_in_every_register(number):
         np.testing.assert_array_equal(run(decoder.instructions), np.stack(expected, axis=1))
         if decoder.too_small:
             got = run(decoder.too_small).view(ml_dtypes.bfloat16).astype(np.float64) * 2.0**decoder.exponent
-            np.testing.assert_array_equal(got - decoder.bias, np.stack(expected, axis=1).view(ml_dtypes.bfloat16).astype(np.float64))
+            np.testing.assert_array_equal(
+                got - decoder.bias, np.stack(expected, axis=1).view(ml_dtypes.bfloat16).astype(np.float64)
+            )
 
 
 def test_numbers_are_what_their_types_say():
