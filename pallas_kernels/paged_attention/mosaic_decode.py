@@ -464,8 +464,7 @@ def _decode_kernel(
     def _compute():
         if registers:
             plgpu.set_max_registers(registers[0], action="increase")
-        visit = functools.partial(
-            _attend,
+        consumer = _Consumer(
             out_ref=out_ref,
             partial_ref=partial_ref,
             lse_ref=lse_ref,
@@ -480,7 +479,7 @@ def _decode_kernel(
             window=window,
             interpret=interpret,
         )
-        walk(visit, (jnp.int32(0), jnp.int32(0)))
+        walk(consumer.attend, (jnp.int32(0), jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == 1)
@@ -558,169 +557,193 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
     return num_items + 1, num_tiles + item.num_tiles
 
 
-def _attend(
-    item: Item,
-    carry,
-    *,
-    out_ref,
-    partial_ref,
-    lse_ref,
-    smem,
-    find_worker,
-    num_groups: int,
-    num_queries: int,
-    score_scale,
-    value_scale,
-    sinks_ref,
-    soft_cap,
-    window,
-    interpret,
-):
-    """The consumer's part of an item: attention of its queries over its tiles."""
-    num_items, num_tiles = carry
-    padded_lines = smem["q"].shape[1]
-    num_stages, block_k, head_dim = smem["k"].shape
-    is_narrow = jnp.dtype(smem["k"].dtype).itemsize == 1
-    first_position = jnp.int32(0) if window is None else jnp.maximum(item.length - (window + num_queries - 1), 0)
+@dataclass(frozen=True)
+class _Consumer:
+    """The consumer's part of items: attention of their queries over their tiles."""
 
-    def is_visible(position):
-        return (position >= first_position) & (position < item.length)
+    out_ref: Any
+    partial_ref: Any
+    lse_ref: Any
+    sinks_ref: Any  # None: there are none
+    smem: dict[str, Any]
+    find_worker: Callable[[], jax.Array]
+    num_groups: int
+    num_queries: int
+    score_scale: Any
+    value_scale: Any
+    soft_cap: float | None
+    window: int | None
+    interpret: bool
 
-    def is_visible_to_each(start, shape):
+    @property
+    def is_narrow(self) -> bool:
+        """Whether keys and values have 8 bits."""
+        return jnp.dtype(self.smem["k"].dtype).itemsize == 1
+
+    @property
+    def widens_in_registers(self) -> bool:
+        """Whether products take tiles in 8 bits: where they are interpreted, tiles are widened before."""
+        return self.is_narrow and not self.interpret
+
+    def attend(self, item: Item, carry):
+        """The results of an item. carry: items and tiles before it."""
+        num_items, num_tiles = carry
+        padded_lines = self.smem["q"].shape[1]
+        _, block_k, head_dim = self.smem["k"].shape
+        first_position = self.first_position(item)
+        slot = lax.rem(num_items, jnp.int32(2))
+        plgpu.barrier_wait(self.smem["q_full"].at[slot])
+        q_ref = self.queries(slot)
+        state = (
+            plgpu.layout_cast(jnp.zeros((head_dim, padded_lines), jnp.float32), LAYOUT),
+            plgpu.layout_cast(jnp.full((padded_lines,), MASKED, jnp.float32), LAYOUT.reduce(0)),
+            plgpu.layout_cast(jnp.zeros((block_k, padded_lines), jnp.float32), LAYOUT),
+        )
+        body = functools.partial(self.add_tile, item, first_position, q_ref, num_tiles)
+        acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
+        plgpu.barrier_arrive(self.smem["q_free"].at[slot])
+        sum_N = self.over_keys("add", sum_kN)
+        if self.sinks_ref is not None:
+            # Of a part, the combination adds it.
+            sink_N = plgpu.load(self.sinks_ref, (item.head,), layout=LAYOUT.reduce(0), optimized=False) * LOG2E
+            sum_N += jnp.where(item.is_first & item.is_last, jnp.exp2(sink_N - max_N), 0.0)
+        acc_HN = acc_HN * lax.broadcast_in_dim(self.value_scale / sum_N, acc_HN.shape, [1])
+        self.store(item, acc_HN, max_N, sum_N)
+        return num_items + 1, num_tiles + item.num_tiles
+
+    def queries(self, slot):
+        """An item's queries in the form that products take."""
+        q_ref = self.smem["q"].at[slot]
+        if "wide_q" not in self.smem:
+            return q_ref
+        loaded_ref, q_ref = q_ref, self.smem["wide_q"]
+        if self.widens_in_registers:
+            eight_bits.store_queries(loaded_ref, q_ref)
+        else:
+            # The rows lie without tiles, in the same banks: it is once an item.
+            q_HN = plgpu.load(loaded_ref.transpose((1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+            q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(q_ref.dtype) if self.is_narrow else q_HN
+        plgpu.commit_smem()
+        return q_ref
+
+    def add_tile(self, item: Item, first_position, q_ref, num_before, index, state):
+        """The state behind another tile of an item. num_before: tiles before those of the item."""
+        acc_HN, max_N, sum_kN = state
+        num_stages, block_k, _ = self.smem["k"].shape
+        stage = lax.rem(num_before + index, jnp.int32(num_stages))
+        start = (item.tile + index) * block_k
+
+        plgpu.barrier_wait(self.smem["k_full"].at[stage])
+        k_ref = self.tile("k", stage)
+        multiply = functools.partial(self.multiply_keys, k_ref=k_ref, q_ref=q_ref)
+        scores_kN = pl.run_scoped(multiply, plgpu.ACC((block_k, q_ref.shape[0]), jnp.float32)) * self.score_scale
+        plgpu.barrier_arrive(self.smem["k_free"].at[stage])
+        if self.soft_cap is not None:
+            scores_kN = cap_scores(scores_kN, self.soft_cap)
+        scores_kN = jnp.where(self.is_visible_to_each(item, first_position, start, scores_kN.shape), scores_kN, MASKED)
+        new_max_N = jnp.maximum(max_N, self.over_keys("max", scores_kN))
+        weights_kN = jnp.exp2(scores_kN - lax.broadcast_in_dim(new_max_N, scores_kN.shape, [1]))
+        shrink_N = jnp.exp2(max_N - new_max_N)
+        sum_kN = sum_kN * lax.broadcast_in_dim(shrink_N, sum_kN.shape, [1]) + weights_kN
+        acc_HN = acc_HN * lax.broadcast_in_dim(shrink_N, acc_HN.shape, [1])
+        _store_transposed(self.smem["p"], weights_kN)
+
+        plgpu.barrier_wait(self.smem["v_full"].at[stage])
+        v_ref = self.tile("v", stage)
+        if not self.is_narrow:  # what is widened is no NaN
+            clear = functools.partial(self.clear_hidden_values, item, first_position, start, v_ref)
+            pl.when((start < first_position) | (start + block_k > item.length))(clear)
+        plgpu.commit_smem()
+        acc_HN = self.add_values(acc_HN, v_ref)
+        plgpu.barrier_arrive(self.smem["v_free"].at[stage])
+        return acc_HN, new_max_N, sum_kN
+
+    def tile(self, name: str, stage):
+        """What the products take it from: where interpreted, an 8-bit one is widened before."""
+        ref = self.smem[name].at[stage]
+        return eight_bits.widen(ref, self.smem["wide"]) if "wide" in self.smem else ref
+
+    def first_position(self, item: Item):
+        """Of the keys that any of its queries sees."""
+        if self.window is None:
+            return jnp.int32(0)
+        return jnp.maximum(item.length - (self.window + self.num_queries - 1), 0)
+
+    def is_visible_to_each(self, item: Item, first_position, start, shape):
         """[k, N]: whether each query sees a key."""
-        if num_queries == 1:
-            return is_visible(start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT))
-        query_kN = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT), jnp.int32(num_groups))
+        if self.num_queries == 1:
+            position_kN = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT)
+            return (position_kN >= first_position) & (position_kN < item.length)
+        query_kN = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT), jnp.int32(self.num_groups))
         # From the query's own position back, shifted by a constant of the tile.
         ahead_kN = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) - query_kN
-        end = item.length - (num_queries - 1) - start
-        return ahead_kN < end if window is None else (ahead_kN < end) & (ahead_kN >= end - window)
+        end = item.length - (self.num_queries - 1) - start
+        return ahead_kN < end if self.window is None else (ahead_kN < end) & (ahead_kN >= end - self.window)
 
-    def multiply_keys(acc_ref, k_ref):
+    def clear_hidden_values(self, item: Item, first_position, start, v_ref) -> None:
+        """What lies there may be NaN, which a weight of zero would not remove."""
+        block_k, head_dim = v_ref.shape
+        position_kc = start + plgpu.broadcasted_iota(jnp.int32, (block_k, CHUNK), 0, layout=LAYOUT)
+        for column in range(0, head_dim, CHUNK):
+            chunk_ref = v_ref.at[:, pl.ds(column, CHUNK)]
+            v_kc = load_smem(chunk_ref, LAYOUT)
+            is_visible_kc = (position_kc >= first_position) & (position_kc < item.length)
+            chunk_ref[...] = jnp.where(is_visible_kc, v_kc, jnp.zeros_like(v_kc))
+
+    def multiply_keys(self, acc_ref, k_ref, q_ref):
         """S^T of a tile."""
-        if not is_narrow or interpret:
+        if not self.widens_in_registers:
             plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
             return acc_ref[...]
-        for key in range(0, block_k, eight_bits.BLOCK):
+        for key in range(0, k_ref.shape[0], eight_bits.BLOCK):
             plgpu.wgmma(acc_ref.at[pl.ds(key, eight_bits.BLOCK)], eight_bits.keys(k_ref, key), q_ref.transpose((1, 0)))
             plgpu.wgmma_wait(0)  # its registers are those of the next block
         return acc_ref[...]
 
-    def add_values(acc_HN, v_ref):
+    def add_values(self, acc_HN, v_ref):
         """O^T with a tile's values, under the weights in smem["p"]."""
-        if not is_narrow or interpret:
-            return add_wgmma(acc_HN, v_ref.transpose((1, 0)), smem["p"].transpose((1, 0)), interpret=interpret)
+        if not self.widens_in_registers:
+            return add_wgmma(acc_HN, v_ref.transpose((1, 0)), self.smem["p"].transpose((1, 0)), interpret=self.interpret)
 
         def multiply(acc_ref):
-            for key in range(0, block_k, eight_bits.BLOCK):
-                weights_ref = smem["p"].at[:, pl.ds(key, eight_bits.BLOCK)]
+            for key in range(0, v_ref.shape[0], eight_bits.BLOCK):
+                weights_ref = self.smem["p"].at[:, pl.ds(key, eight_bits.BLOCK)]
                 plgpu.wgmma(acc_ref, eight_bits.values(v_ref, key), weights_ref.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
 
         return pl.run_state(multiply)(plgpu.ACC.init(acc_HN))
 
-    def over_keys(operation, x_kN):
-        if interpret or "reduced" not in smem:
+    def over_keys(self, operation: str, x_kN):
+        """The largest of the keys' numbers, or their sum."""
+        if self.interpret or "reduced" not in self.smem:
             return x_kN.max(axis=0) if operation == "max" else x_kN.sum(axis=0)
-        return cta_workers.reduce_rows(operation, x_kN, smem["reduced"])
+        return cta_workers.reduce_rows(operation, x_kN, self.smem["reduced"])
 
-    def tile(name, stage):
-        """What the products take it from: where interpreted, an 8-bit one is widened before."""
-        ref = smem[name].at[stage]
-        return eight_bits.widen(ref, smem["wide"]) if "wide" in smem else ref
+    def store(self, item: Item, acc_HN, max_N, sum_N) -> None:
+        """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
+        smem, num_queries = self.smem, self.num_queries
+        store = eight_bits.store_result if self.widens_in_registers else _store_transposed
+        is_whole, groups = item.is_first & item.is_last, Rows(0, self.num_groups, self.num_groups)
+        num_lines = num_queries * self.num_groups
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers still hold what the item before stores
 
-    def body(index, state):
-        acc_HN, max_N, sum_kN = state
-        stage = lax.rem(num_tiles + index, jnp.int32(num_stages))
-        start = (item.tile + index) * block_k
+        @pl.when(is_whole)
+        def _store_whole():
+            store(smem["out"], acc_HN)
+            plgpu.commit_smem()
+            for query in range(num_queries):
+                token = item.row if num_queries == 1 else item.row * num_queries + query
+                lines = smem["out"].at[pl.ds(query * self.num_groups, self.num_groups)]
+                row_copies.store(lines, self.out_ref, groups, before=(token, item.head))
 
-        plgpu.barrier_wait(smem["k_full"].at[stage])
-        k_ref = tile("k", stage)
-        multiply = functools.partial(multiply_keys, k_ref=k_ref)
-        scores_kN = pl.run_scoped(multiply, plgpu.ACC((block_k, padded_lines), jnp.float32)) * score_scale
-        plgpu.barrier_arrive(smem["k_free"].at[stage])
-        if soft_cap is not None:
-            scores_kN = cap_scores(scores_kN, soft_cap)
-        scores_kN = jnp.where(is_visible_to_each(start, scores_kN.shape), scores_kN, MASKED)
-        new_max_N = jnp.maximum(max_N, over_keys("max", scores_kN))
-        weights_kN = jnp.exp2(scores_kN - lax.broadcast_in_dim(new_max_N, scores_kN.shape, [1]))
-        shrink_N = jnp.exp2(max_N - new_max_N)
-        sum_kN = sum_kN * lax.broadcast_in_dim(shrink_N, sum_kN.shape, [1]) + weights_kN
-        acc_HN = acc_HN * lax.broadcast_in_dim(shrink_N, acc_HN.shape, [1])
-        _store_transposed(smem["p"], weights_kN)
-
-        plgpu.barrier_wait(smem["v_full"].at[stage])
-        v_ref = tile("v", stage)
-
-        def clear_hidden_values():
-            # What lies there may be NaN, which a weight of zero would not remove.
-            position_kc = start + plgpu.broadcasted_iota(jnp.int32, (block_k, CHUNK), 0, layout=LAYOUT)
-            for column in range(0, head_dim, CHUNK):
-                chunk_ref = v_ref.at[:, pl.ds(column, CHUNK)]
-                v_kc = load_smem(chunk_ref, LAYOUT)
-                chunk_ref[...] = jnp.where(is_visible(position_kc), v_kc, jnp.zeros_like(v_kc))
-
-        if not is_narrow:  # what is widened is no NaN
-            pl.when((start < first_position) | (start + block_k > item.length))(clear_hidden_values)
-        plgpu.commit_smem()
-        acc_HN = add_values(acc_HN, v_ref)
-        plgpu.barrier_arrive(smem["v_free"].at[stage])
-        return acc_HN, new_max_N, sum_kN
-
-    slot = lax.rem(num_items, jnp.int32(2))
-    plgpu.barrier_wait(smem["q_full"].at[slot])
-    q_ref = smem["q"].at[slot]
-    if "wide_q" in smem:
-        loaded_ref, q_ref = q_ref, smem["wide_q"]
-        if is_narrow and not interpret:
-            eight_bits.store_queries(loaded_ref, q_ref)
-        else:
-            # The rows lie without tiles, in the same banks: it is once an item.
-            q_HN = plgpu.load(loaded_ref.transpose((1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
-            q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(q_ref.dtype) if is_narrow else q_HN
-        plgpu.commit_smem()
-    state = (
-        plgpu.layout_cast(jnp.zeros((head_dim, padded_lines), jnp.float32), LAYOUT),
-        plgpu.layout_cast(jnp.full((padded_lines,), MASKED, jnp.float32), LAYOUT.reduce(0)),
-        plgpu.layout_cast(jnp.zeros((block_k, padded_lines), jnp.float32), LAYOUT),
-    )
-    acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
-    plgpu.barrier_arrive(smem["q_free"].at[slot])
-    sum_N = over_keys("add", sum_kN)
-    if sinks_ref is not None:
-        # Of a part, the combination adds it.
-        sink_N = plgpu.load(sinks_ref, (item.head,), layout=LAYOUT.reduce(0), optimized=False) * LOG2E
-        sum_N += jnp.where(item.is_first & item.is_last, jnp.exp2(sink_N - max_N), 0.0)
-    acc_HN = acc_HN * lax.broadcast_in_dim(value_scale / sum_N, acc_HN.shape, [1])
-
-    store = eight_bits.store_result if is_narrow and not interpret else _store_transposed
-    _store_item(item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, find_worker, store, num_groups, num_queries)
-    return num_items + 1, num_tiles + item.num_tiles
-
-
-def _store_item(
-    item: Item, acc_HN, max_N, sum_N, out_ref, partial_ref, lse_ref, smem, find_worker, store, num_groups: int, num_queries: int
-) -> None:
-    """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
-    is_whole, groups, num_lines = item.is_first & item.is_last, Rows(0, num_groups, num_groups), num_queries * num_groups
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers still hold what the item before stores
-
-    @pl.when(is_whole)
-    def _store_whole():
-        store(smem["out"], acc_HN)
-        plgpu.commit_smem()
-        for query in range(num_queries):
-            token = item.row if num_queries == 1 else item.row * num_queries + query
-            lines = smem["out"].at[pl.ds(query * num_groups, num_groups)]
-            row_copies.store(lines, out_ref, groups, before=(token, item.head))
-
-    @pl.when(jnp.logical_not(is_whole))
-    def _store_part():
-        part = 2 * find_worker() + item.is_first.astype(jnp.int32)
-        store(smem["partial"], acc_HN)
-        plgpu.commit_smem()
-        row_copies.store(smem["partial"].at[pl.ds(0, num_lines)], partial_ref, Rows(0, num_lines, num_lines), before=(part,))
-        lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
+        @pl.when(jnp.logical_not(is_whole))
+        def _store_part():
+            part = 2 * self.find_worker() + item.is_first.astype(jnp.int32)
+            store(smem["partial"], acc_HN)
+            plgpu.commit_smem()
+            lines = Rows(0, num_lines, num_lines)
+            row_copies.store(smem["partial"].at[pl.ds(0, num_lines)], self.partial_ref, lines, before=(part,))
+            self.lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
 
 
 def _store_transposed(ref, x: jax.Array) -> None:
