@@ -66,7 +66,6 @@ class GroupedQueryAttention(nnx.Module):
             bias=part.bias,
             biased=() if part.key_bias else (True, False, True),
             transposed=part.transposed,
-            flat=part.bias,
         )
         self.gate = nnx.data(None)
         if part.gated:

@@ -118,13 +118,11 @@ class Linear(nnx.Module):
         biased: Sequence[bool] = (),
         transposed: bool = False,
         weight: str = "weight",
-        flat: bool = False,
     ):
         """modules: the checkpoint's modules, `joined` along a dimension of their outputs.
         biased: which of them have the bias, if not all; that of the others is zero.
         inputs: the stored dimensions that are contracted; None: as in `shape`.
-        transposed: the checkpoint holds [inputs, outputs]. weight: what it calls the weight in a module.
-        flat: add the bias to outputs in one dimension: XLA then leaves it to the product, and else writes it out for every vector."""
+        transposed: the checkpoint holds [inputs, outputs]. weight: what it calls the weight in a module."""
         operand_and_letters, output = subscripts.split("->")
         operand, letters = operand_and_letters.split(",")
         self.num_contracted = n = sum(letter not in output for letter in letters)
@@ -135,7 +133,7 @@ class Linear(nnx.Module):
         self.modules, self.joined = tuple(modules), joined
         self.is_split = any(MESH_AXES[axis] for axis in axes[:n])
         """Whether devices split the inputs, so that each computes a part of the sum."""
-        self.shape, self.axes, self.is_flat = tuple(shape), tuple(axes), flat
+        self.shape, self.axes = tuple(shape), tuple(axes)
         self.inputs = tuple(shape[:n] if inputs is None else inputs)
         source = output_major(self.modules, weight, joined, self.inputs, transposed=transposed)
         self.weight: nnx.Param | PackedWeight = abstract_param(shape, axes, dtype, source=source)
@@ -182,9 +180,10 @@ class Linear(nnx.Module):
         else:
             weight = self.weight[...].astype(x.dtype)
             trailing = weight.shape[self.num_contracted :]
-            if self.is_flat:
+            if self.bias is not None:
+                # To outputs in one dimension: XLA leaves the bias to the product, and else writes it out for every vector.
                 y = jnp.dot(x, weight.reshape(x.shape[-1], -1), precision=precision_of(x.dtype))
-                y = y if self.bias is None else y + self._bias_of(y, shards).reshape(-1)
+                y = y + self._bias_of(y, shards).reshape(-1)
                 return y.reshape(*y.shape[:-1], *trailing)
             y = jnp.tensordot(x, weight.reshape(-1, *trailing), 1, precision=precision_of(x.dtype))
         return y if self.bias is None else y + self._bias_of(y, shards)

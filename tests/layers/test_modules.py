@@ -37,17 +37,16 @@ def test_bias_has_the_dimensions_of_the_output():
     np.testing.assert_array_equal(filled(jnp.ones((1, 3))), np.full((1, 2, 5), 10.0))
 
 
-def test_a_flat_product_is_the_same_and_adds_the_bias_to_one_dimension():
-    names = "td,dcf->tcf", (3, 2, 5), ("embed", "gate_up", "mlp"), "float32"
-    values = np.random.default_rng(0).normal(size=(10,)).reshape(2, 5), np.random.default_rng(1).normal(size=(3, 2, 5))
-    plain, flat = (
-        with_values(Linear(*names, modules=[Module("linear", (2, 5))], bias=True, flat=flat), *values) for flat in (False, True)
-    )
-    x = jnp.arange(12.0).reshape(4, 3)
-    np.testing.assert_allclose(flat(x), plain(x), rtol=1e-6)
-    second = SimpleNamespace(size=2, index=1)
-    np.testing.assert_allclose(flat(x, second), plain(x, second), rtol=1e-6)
-    lowered = jax.jit(lambda x: flat(x)).lower(x).as_text()
+def test_a_bias_is_added_to_outputs_in_one_dimension_by_the_first_device():
+    bias, weight = np.random.default_rng(0).normal(size=(2, 5)), np.random.default_rng(1).normal(size=(3, 2, 5))
+    axes = ("embed", "gate_up", "mlp")
+    linear = Linear("td,dcf->tcf", weight.shape, axes, "float32", modules=[Module("linear", (2, 5))], bias=True)
+    linear = with_values(linear, bias, weight)
+    x = np.arange(12.0).reshape(4, 3)
+    product = np.einsum("td,dcf->tcf", x, weight)
+    np.testing.assert_allclose(linear(jnp.asarray(x)), product + bias, rtol=1e-5)
+    np.testing.assert_allclose(linear(jnp.asarray(x), SimpleNamespace(size=2, index=1)), product, rtol=1e-5)
+    lowered = jax.jit(lambda x: linear(x)).lower(jnp.asarray(x)).as_text()
     assert [line.split(" : ")[1] for line in lowered.splitlines() if "stablehlo.add" in line] == ["tensor<4x10xf32>"]
 
 
