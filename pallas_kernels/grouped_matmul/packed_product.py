@@ -27,7 +27,7 @@ from pallas_kernels.grouped_matmul.packed import PackedExperts
 from pallas_kernels.grouped_matmul.triton_rows import SortedRows
 from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
 from pallas_kernels.quantized_matmul.decoders import DECODERS
-from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, of_tile, operand, word_rows
+from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, of_tile, operand, unfolded, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE
 from pallas_kernels.row_copies import Rows
 
@@ -142,34 +142,10 @@ def grouped_product(
     words = weight.packed.words
     rows_of_tile = word_rows(DECODERS[weight.packed.number].bits)
     words = words.reshape(-1, num_inputs // TILE * rows_of_tile, WORD_COLUMNS)
-    products = num_matrices * sizes.blocks
     assert tile_rows % ALIGNMENT == 0 and x_SK.shape[1] == num_inputs, f"{tile_rows} rows of a tile, x {x_SK.shape}"
     assert sizes.step_tiles % sizes.num_shares == 0, f"{sizes}"
 
-    def swizzled(*shape: int) -> Any:
-        transforms = (plgpu.TilingTransform((ALIGNMENT, TILE)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, x_SK.dtype, transforms=transforms)
-
-    stages = sizes.num_stages
-    ring = stages, sizes.num_owners, products
-    scratch = {
-        "words_smem": plgpu.SMEM((*ring, sizes.step_tiles * rows_of_tile, WORD_COLUMNS), jnp.int32),
-        "x_smem": swizzled(stages, tile_rows, sizes.step_tiles * TILE),
-        "out_smem": swizzled(sizes.num_owners, sizes.blocks, tile_rows, TILE),
-        "full": plgpu.Barrier(num_arrivals=1 + sizes.num_owners * products * (1 + len(vectors)), num_barriers=stages),
-        "free": plgpu.Barrier(num_arrivals=sizes.num_consumers, num_barriers=stages),
-    }
-    if sizes.num_shares > 1:
-        others = sizes.num_shares - 1
-        scratch["sums_smem"] = plgpu.SMEM((sizes.num_owners, others, products, TILE, tile_rows), jnp.float32)
-        scratch["summed"] = plgpu.Barrier(num_arrivals=others, num_barriers=sizes.num_owners)
-        scratch["taken"] = plgpu.Barrier(num_arrivals=1, num_barriers=sizes.num_owners)
-    scratch |= {
-        f"{name}_smem": plgpu.SMEM((*ring, _num_groups(weight, sizes.step_tiles), TILE), vector.dtype)
-        for name, vector in vectors.items()
-    }
-    if interpret:
-        scratch["interpreted_smem"] = plgpu.SMEM((sizes.num_consumers, TILE, TILE), x_SK.dtype)
+    scratch = _scratch(weight, sizes, tile_rows, x_SK.dtype, is_interpreted=bool(interpret))
 
     def body(words_ref: Any, x_ref: Any, *refs: Any) -> None:
         of_groups, refs = refs[: len(vectors)], refs[len(vectors) :]
@@ -180,7 +156,6 @@ def grouped_product(
             number=weight.packed.number,
             group=_group(weight),
             fold=weight.packed.fold,
-            rest=weight.packed.rest,
             num_matrices=num_matrices,
             tile_rows=tile_rows,
             is_shared=is_shared,
@@ -222,6 +197,39 @@ def grouped_product(
     )
 
 
+def _scratch(weight: PackedExperts, sizes: Sizes, tile_rows: int, dtype: Any, *, is_interpreted: bool) -> dict[str, Any]:
+    """Shared memory and barriers of a CTA, by name. dtype: of x."""
+    plgpu, vectors = _compat.mosaic(), _vectors(weight)
+    num_matrices, rows_of_tile = _num_matrices(weight), word_rows(DECODERS[weight.packed.number].bits)
+    products = num_matrices * sizes.blocks
+
+    def swizzled(*shape: int) -> Any:
+        transforms = (plgpu.TilingTransform((ALIGNMENT, TILE)), plgpu.SwizzleTransform(128))
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    stages = sizes.num_stages
+    ring = stages, sizes.num_owners, products
+    scratch = {
+        "words_smem": plgpu.SMEM((*ring, sizes.step_tiles * rows_of_tile, WORD_COLUMNS), jnp.int32),
+        "x_smem": swizzled(stages, tile_rows, sizes.step_tiles * TILE),
+        "out_smem": swizzled(sizes.num_owners, sizes.blocks, tile_rows, TILE),
+        "full": plgpu.Barrier(num_arrivals=1 + sizes.num_owners * products * (1 + len(vectors)), num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=sizes.num_consumers, num_barriers=stages),
+    }
+    if sizes.num_shares > 1:
+        others = sizes.num_shares - 1
+        scratch["sums_smem"] = plgpu.SMEM((sizes.num_owners, others, products, TILE, tile_rows), jnp.float32)
+        scratch["summed"] = plgpu.Barrier(num_arrivals=others, num_barriers=sizes.num_owners)
+        scratch["taken"] = plgpu.Barrier(num_arrivals=1, num_barriers=sizes.num_owners)
+    scratch |= {
+        f"{name}_smem": plgpu.SMEM((*ring, _num_groups(weight, sizes.step_tiles), TILE), vector.dtype)
+        for name, vector in vectors.items()
+    }
+    if is_interpreted:
+        scratch["interpreted_smem"] = plgpu.SMEM((sizes.num_consumers, TILE, TILE), dtype)
+    return scratch
+
+
 @dataclass(frozen=True)
 class _Grouped:
     """The kernel's references and sizes. A product is of a block of a matrix: matrix * sizes.blocks + block of the consumer."""
@@ -231,8 +239,6 @@ class _Grouped:
     group: int | None
     fold: int
     """Power of two by which stored scales are larger, see `fold_of`."""
-    rest: int
-    """Power of two by which sums are smaller."""
     num_matrices: int
     tile_rows: int
     is_shared: bool
@@ -453,7 +459,7 @@ class _Grouped:
 
             plgpu.wgmma_wait(0)
             self.release(begin + self.num_steps - 1)
-            return [self.unfolded(sum_ref[...]) for sum_ref in sum_refs]
+            return [unfolded(sum_ref[...], self.number, self.fold) for sum_ref in sum_refs]
 
         def in_turn(*sum_refs: Any) -> list[jax.Array]:
             @pl.loop(0, self.num_steps)
@@ -466,13 +472,10 @@ class _Grouped:
                 plgpu.wgmma_wait(0)  # before registers of operands are written again
                 self.release(begin + step)
 
-            return [self.unfolded(sum_ref[...]) for sum_ref in sum_refs]
+            return [unfolded(sum_ref[...], self.number, self.fold) for sum_ref in sum_refs]
 
         form = overlapped if len(self.order()) == OVERLAPPED else in_turn
         return pl.run_scoped(form, *[plgpu.ACC((TILE, self.tile_rows), jnp.float32) for _ in range(num_products)])
-
-    def unfolded(self, sums: jax.Array) -> jax.Array:
-        return sums * 2.0**self.rest if self.fold else sums
 
     @property
     def share_tiles(self) -> int:

@@ -3,7 +3,7 @@
     rows       |----------- row 0 -----------|- row 1 -|------------------ row 2 ------------------|   in tiles of 64 keys
     workers    [---- 0 ----][---- 1 ----][---- 2 ----][---- 3 ----][---- 4 ----][---- 5 ----][ 6 -]   (stream-K, Osama et al. 2023)
 
-A worker is a CTA, one for each core. The plan of the work is that of `paged_attention.mosaic_decode` with one KV head.
+A worker is a CTA, one for each core. The plan of the work is `paged_attention.mosaic_plan` with one KV head.
 
     producer warpgroup   page table -> TMA copies of whole pages -> ring of tiles in shared memory, across items
     compute warpgroup    S^T[k, n] = C[k, L + E] q^T[L + E, n];   online softmax in base 2;   O^T[L, n] += C^T[L, k] P^T[k, n]
@@ -24,7 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import row_copies
 from pallas_kernels._compat import add_wgmma, load, load_smem, mosaic_interpret, num_cores, store, triton_call
 from pallas_kernels.paged_attention import mosaic_decode as paged
-from pallas_kernels.paged_attention.mosaic_decode import LAYOUT, LOG2E, MASKED, DecodeTiles, Item, Plan, make_plan
+from pallas_kernels.paged_attention.mosaic_consumer import CHUNK, LAYOUT, LOG2E, MASKED, store_transposed
+from pallas_kernels.paged_attention.mosaic_plan import DecodeTiles, Item, Plan, make_plan, walk
 from pallas_kernels.paged_attention.queries import in_parts
 from pallas_kernels.row_copies import Rows
 
@@ -144,20 +145,20 @@ def _decode_kernel(
     interpret: bool,
 ) -> None:
     num_slots, block_k, _ = smem["latent"].shape
-    walk = functools.partial(paged._walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=1, block_k=block_k, window=None)
+    walk_items = functools.partial(walk, rows_ref=rows_ref, work_ref=work_ref, num_kv_heads=1, block_k=block_k, window=None)
     start = (jnp.int32(0), jnp.int32(0))
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
     def _compute():
         refs = {"whole_ref": whole_ref, "partial_ref": partial_ref, "lse_ref": lse_ref}
-        walk(functools.partial(_attend, **refs, smem=smem, score_scale=score_scale, interpret=interpret), start)
+        walk_items(functools.partial(_attend, **refs, smem=smem, score_scale=score_scale, interpret=interpret), start)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == 1)
     def _produce():
         visit = functools.partial(_fetch, q_refs=(q_ref, q_rotated_ref), pages_ref=pages_ref, table_ref=table_ref, smem=smem)
-        num_items, num_tiles = walk(visit, start)
+        num_items, num_tiles = walk_items(visit, start)
         # A completion that nobody waited for would be taken for a later one.
         paged._drain(num_items, 2, smem["q_free"])
         paged._drain(num_tiles, num_slots, smem["free"])
@@ -229,14 +230,14 @@ def _attend(item: Item, carry, *, whole_ref, partial_ref, lse_ref, smem, score_s
         shrink_N = jnp.exp2(max_N - new_max_N)
         sum_kN = sum_kN * lax.broadcast_in_dim(shrink_N, sum_kN.shape, [1]) + weights_kN
         acc_LN = acc_LN * lax.broadcast_in_dim(shrink_N, acc_LN.shape, [1])
-        paged._store_transposed(smem["p"], weights_kN.astype(smem["p"].dtype))
+        store_transposed(smem["p"], weights_kN.astype(smem["p"].dtype))
 
         @pl.when(start + block_k > item.length)
         def _clear_hidden_values():
             # What lies there may be NaN, which a weight of zero would not remove.
-            position_kc = start + plgpu.broadcasted_iota(jnp.int32, (block_k, paged.CHUNK), 0, layout=LAYOUT)
-            for column in range(0, latent_dim, paged.CHUNK):
-                chunk_ref = latent_ref.at[:, pl.ds(column, paged.CHUNK)]
+            position_kc = start + plgpu.broadcasted_iota(jnp.int32, (block_k, CHUNK), 0, layout=LAYOUT)
+            for column in range(0, latent_dim, CHUNK):
+                chunk_ref = latent_ref.at[:, pl.ds(column, CHUNK)]
                 latent_kc = load_smem(chunk_ref, LAYOUT)
                 chunk_ref[...] = jnp.where(position_kc < item.length, latent_kc, jnp.zeros_like(latent_kc))
 
@@ -259,7 +260,7 @@ def _attend(item: Item, carry, *, whole_ref, partial_ref, lse_ref, smem, score_s
     is_whole, heads = item.is_first & item.is_last, Rows(0, num_heads, num_heads)
     part = 2 * lax.axis_index("cta") + item.is_first.astype(jnp.int32)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffer still holds what the item before stores
-    paged._store_transposed(smem["out"], acc_LN)
+    store_transposed(smem["out"], acc_LN)
     plgpu.commit_smem()
 
     @pl.when(is_whole)

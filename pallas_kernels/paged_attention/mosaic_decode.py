@@ -17,10 +17,7 @@ Over a float8_e4m3fn cache a warp reads tiles from shared memory straight into r
 """
 
 import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,42 +28,25 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import row_copies
 from pallas_kernels._compat import (
-    add_wgmma,
     load,
-    load_smem,
     mosaic_interpret,
     num_cores,
     store,
     triton_call,
 )
-from pallas_kernels.paged_attention import cta_workers, eight_bits
+from pallas_kernels.paged_attention import cta_workers, eight_bits, mosaic_plan
+from pallas_kernels.paged_attention.mosaic_consumer import CHUNK, LOG2E, MASKED, Consumer
+from pallas_kernels.paged_attention.mosaic_plan import DecodeTiles, Item, Plan, make_plan
 from pallas_kernels.paged_attention.queries import in_parts
-from pallas_kernels.paged_attention.triton_decode import cap_scores
 from pallas_kernels.row_copies import Rows
 
-LOG2E = math.log2(math.e)
-MASKED = -1e30  # finite, so that a difference of two maxima is never NaN
-PLACE, ROW, LENGTH, HEAD, TILE, COUNT = range(6)  # columns of Plan.work_W6
 SMEM_BYTES = 228 * 1024  # of a core; a CTA takes 1 KB beside its own
 MAX_SUMS = 8192
 """Sums that the registers of a warpgroup hold: query heads of all queries times their width."""
 PAGE_SIZES = (8, 16, 32, 64, 128)
-LAYOUT = plgpu.Layout.WGMMA
 TILE_ROWS = 8  # of the swizzled tiles in shared memory
-CHUNK = 64  # numbers of a row that pass through registers at once
 _NARROW_BYTES = 96 << 10
 """Of an 8-bit cache in flight, of a core: twice as many were slower on an H100, 66 us in place of 59 over 64 rows of 1152 keys."""
-
-
-@dataclass(frozen=True)
-class DecodeTiles:
-    """Sizes of the decode kernel: keys per tile, tiles in a worker's ring, CTAs per core, the least tiles that a worker is started for."""
-
-    block_k: int = 64
-    num_stages: int = 3
-    ctas_per_core: int = 2
-    min_share: int = 1
-    workers_per_cta: int = 1
 
 
 THREE_WORKERS = DecodeTiles(num_stages=2, ctas_per_core=1, workers_per_cta=3)
@@ -116,61 +96,6 @@ def most_queries(num_groups: int, head_dim: int, cache_itemsize: int, wanted: in
         )
 
     return max((count for count in range(2, wanted + 1) if fit(count)), default=1)
-
-
-class Plan(NamedTuple):
-    """Who computes what. Equal for all layers, so that XLA computes it once per step."""
-
-    rows_A2: jax.Array
-    """int32[R + 1, 2]: row and length of the rows that have keys, one after the other; then zeros."""
-    work_W6: jax.Array
-    """int32[W, 6]: where each worker starts (index into rows_A2, row, its length, head, tile in this pair), its number of tiles."""
-    workers_RK2: jax.Array
-    """int32[R, K, 2]: first and last worker of a row and head; 0 and -1 if it has no keys."""
-
-
-def make_plan(kv_length_R: jax.Array, num_kv_heads: int, tiles: DecodeTiles, window: int | None, num_workers: int) -> Plan:
-    num_rows = kv_length_R.shape[0]
-    first_R, end_R = tile_range(kv_length_R, tiles.block_k, window)
-    tiles_R = end_R - first_R
-    total_end_R = jnp.cumsum(tiles_R) * num_kv_heads
-    total_start_R = total_end_R - tiles_R * num_kv_heads
-    total = total_end_R[-1]
-    used = jnp.clip(total // tiles.min_share, 1, num_workers)
-    per_worker, extra = total // used, total % used  # the first `extra` workers have one more
-
-    worker_W = jnp.arange(num_workers, dtype=jnp.int32)
-    start_W = worker_W * per_worker + jnp.minimum(worker_W, extra)
-    count_W = jnp.where(worker_W < used, per_worker + (worker_W < extra), 0)
-    row_W = jnp.minimum(jnp.sum(total_end_R[None] <= start_W[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
-    offset_W = start_W - total_start_R[row_W]
-    of_head_W = jnp.maximum(tiles_R[row_W], 1)
-    active_R = (tiles_R > 0).astype(jnp.int32)
-    place_R = jnp.cumsum(active_R) - active_R
-    starts = (place_R[row_W], row_W, kv_length_R[row_W], offset_W // of_head_W, offset_W % of_head_W, count_W)
-    work_W6 = jnp.stack(starts, axis=1)
-
-    place_A = jnp.arange(num_rows + 1, dtype=jnp.int32)
-    here_AR = (place_R[None] == place_A[:, None]) & (active_R[None] > 0)
-    row_R = jnp.arange(num_rows, dtype=jnp.int32)
-    rows_A2 = jnp.stack([jnp.where(here_AR, x_R[None], 0).sum(axis=1) for x_R in (row_R, kv_length_R)], axis=1)
-
-    def worker_of(tile: jax.Array) -> jax.Array:
-        in_longer = extra * (per_worker + 1)
-        later = extra + (tile - in_longer) // jnp.maximum(per_worker, 1)
-        return jnp.where(tile < in_longer, tile // (per_worker + 1), later)
-
-    start_RK = total_start_R[:, None] + tiles_R[:, None] * jnp.arange(num_kv_heads, dtype=jnp.int32)[None]
-    last_RK = start_RK + tiles_R[:, None] - 1
-    workers_RK2 = jnp.stack([worker_of(start_RK), worker_of(last_RK)], axis=2)
-    workers_RK2 = jnp.where((tiles_R > 0)[:, None, None], workers_RK2, jnp.array([0, -1], jnp.int32))
-    return Plan(rows_A2.astype(jnp.int32), work_W6.astype(jnp.int32), workers_RK2.astype(jnp.int32))
-
-
-def tile_range(length: jax.Array, block_k: int, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """The tiles that a query at the last position sees: first, and one past the last."""
-    first = jnp.zeros_like(length) if window is None else lax.div(jnp.maximum(length - window, 0), jnp.int32(block_k))
-    return first, lax.div(length + (block_k - 1), jnp.int32(block_k))
 
 
 def paged_decode(
@@ -362,58 +287,6 @@ def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-class Item(NamedTuple):
-    """A run of tiles of one row and head."""
-
-    row: jax.Array
-    head: jax.Array
-    length: jax.Array
-    tile: jax.Array
-    """The first one, in the row."""
-    num_tiles: jax.Array
-    is_first: jax.Array
-    """Whether it begins with the first visible tile, and below whether it ends with the last."""
-    is_last: jax.Array
-
-
-def _walk(
-    visit: Callable[[Item, Any], Any],
-    carry: Any,
-    rows_ref,
-    work_ref,
-    *,
-    num_kv_heads,
-    block_k,
-    window,
-    find_worker: Callable[[], jax.Array] = cta_workers.find,
-) -> Any:
-    """The items of a worker, in order."""
-    worker = find_worker()
-    place, row, length, head, tile, left = (work_ref[worker, column] for column in (PLACE, ROW, LENGTH, HEAD, TILE, COUNT))
-
-    def body(state):
-        place, row, length, head, tile, left, carry = state
-        # Loaded long before it is needed.
-        next_row, next_length = rows_ref[place + 1, 0], rows_ref[place + 1, 1]
-        first, end = tile_range(length, block_k, window)
-        count = jnp.minimum(left, end - first - tile)
-        item = Item(row, head, length, first + tile, count, tile == 0, first + tile + count == end)
-        carry = visit(item, carry)
-        is_row_done = head == num_kv_heads - 1
-        return (
-            jnp.where(is_row_done, place + 1, place),
-            jnp.where(is_row_done, next_row, row),
-            jnp.where(is_row_done, next_length, length),
-            jnp.where(is_row_done, 0, head + 1),
-            jnp.int32(0),
-            left - count,
-            carry,
-        )
-
-    state = (place, row, length, head, tile, left, carry)
-    return lax.while_loop(lambda state: state[5] > 0, body, state)[-1]
-
-
 def _decode_kernel(
     q_ref,  # [R * W * K * G, H]
     k_ref,  # [P, K, S, H]
@@ -448,7 +321,7 @@ def _decode_kernel(
     of_ring = {f"{name}_{side}": num_stages for name in ("k", "v") for side in ("full", "free")}
     smem = cta_workers.own_part(workers_per_cta, smem, {"q_full": 2, "q_free": 2} | of_ring)
     walk = functools.partial(
-        _walk,
+        mosaic_plan.walk,
         rows_ref=rows_ref,
         work_ref=work_ref,
         num_kv_heads=num_kv_heads,
@@ -464,7 +337,7 @@ def _decode_kernel(
     def _compute():
         if registers:
             plgpu.set_max_registers(registers[0], action="increase")
-        consumer = _Consumer(
+        consumer = Consumer(
             out_ref=out_ref,
             partial_ref=partial_ref,
             lse_ref=lse_ref,
@@ -555,200 +428,6 @@ def _fetch(item: Item, carry, *, q_ref, k_ref, v_ref, table_ref, smem, num_kv_he
 
     lax.fori_loop(0, item.num_tiles, body, page_ids(0))
     return num_items + 1, num_tiles + item.num_tiles
-
-
-@dataclass(frozen=True)
-class _Consumer:
-    """The consumer's part of items: attention of their queries over their tiles."""
-
-    out_ref: Any
-    partial_ref: Any
-    lse_ref: Any
-    sinks_ref: Any  # None: there are none
-    smem: dict[str, Any]
-    find_worker: Callable[[], jax.Array]
-    num_groups: int
-    num_queries: int
-    score_scale: Any
-    value_scale: Any
-    soft_cap: float | None
-    window: int | None
-    interpret: bool
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether keys and values have 8 bits."""
-        return jnp.dtype(self.smem["k"].dtype).itemsize == 1
-
-    @property
-    def widens_in_registers(self) -> bool:
-        """Whether products take tiles in 8 bits: where they are interpreted, tiles are widened before."""
-        return self.is_narrow and not self.interpret
-
-    def attend(self, item: Item, carry):
-        """The results of an item. carry: items and tiles before it."""
-        num_items, num_tiles = carry
-        padded_lines = self.smem["q"].shape[1]
-        _, block_k, head_dim = self.smem["k"].shape
-        first_position = self.first_position(item)
-        slot = lax.rem(num_items, jnp.int32(2))
-        plgpu.barrier_wait(self.smem["q_full"].at[slot])
-        q_ref = self.queries(slot)
-        state = (
-            plgpu.layout_cast(jnp.zeros((head_dim, padded_lines), jnp.float32), LAYOUT),
-            plgpu.layout_cast(jnp.full((padded_lines,), MASKED, jnp.float32), LAYOUT.reduce(0)),
-            plgpu.layout_cast(jnp.zeros((block_k, padded_lines), jnp.float32), LAYOUT),
-        )
-        body = functools.partial(self.add_tile, item, first_position, q_ref, num_tiles)
-        acc_HN, max_N, sum_kN = lax.fori_loop(0, item.num_tiles, body, state)
-        plgpu.barrier_arrive(self.smem["q_free"].at[slot])
-        sum_N = self.over_keys("add", sum_kN)
-        if self.sinks_ref is not None:
-            # Of a part, the combination adds it.
-            sink_N = plgpu.load(self.sinks_ref, (item.head,), layout=LAYOUT.reduce(0), optimized=False) * LOG2E
-            sum_N += jnp.where(item.is_first & item.is_last, jnp.exp2(sink_N - max_N), 0.0)
-        acc_HN = acc_HN * lax.broadcast_in_dim(self.value_scale / sum_N, acc_HN.shape, [1])
-        self.store(item, acc_HN, max_N, sum_N)
-        return num_items + 1, num_tiles + item.num_tiles
-
-    def queries(self, slot):
-        """An item's queries in the form that products take."""
-        q_ref = self.smem["q"].at[slot]
-        if "wide_q" not in self.smem:
-            return q_ref
-        loaded_ref, q_ref = q_ref, self.smem["wide_q"]
-        if self.widens_in_registers:
-            eight_bits.store_queries(loaded_ref, q_ref)
-        else:
-            # The rows lie without tiles, in the same banks: it is once an item.
-            q_HN = plgpu.load(loaded_ref.transpose((1, 0)), (), layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
-            q_ref.transpose((1, 0))[...] = q_HN.astype(jnp.float32).astype(q_ref.dtype) if self.is_narrow else q_HN
-        plgpu.commit_smem()
-        return q_ref
-
-    def add_tile(self, item: Item, first_position, q_ref, num_before, index, state):
-        """The state behind another tile of an item. num_before: tiles before those of the item."""
-        acc_HN, max_N, sum_kN = state
-        num_stages, block_k, _ = self.smem["k"].shape
-        stage = lax.rem(num_before + index, jnp.int32(num_stages))
-        start = (item.tile + index) * block_k
-
-        plgpu.barrier_wait(self.smem["k_full"].at[stage])
-        k_ref = self.tile("k", stage)
-        multiply = functools.partial(self.multiply_keys, k_ref=k_ref, q_ref=q_ref)
-        scores_kN = pl.run_scoped(multiply, plgpu.ACC((block_k, q_ref.shape[0]), jnp.float32)) * self.score_scale
-        plgpu.barrier_arrive(self.smem["k_free"].at[stage])
-        if self.soft_cap is not None:
-            scores_kN = cap_scores(scores_kN, self.soft_cap)
-        scores_kN = jnp.where(self.is_visible_to_each(item, first_position, start, scores_kN.shape), scores_kN, MASKED)
-        new_max_N = jnp.maximum(max_N, self.over_keys("max", scores_kN))
-        weights_kN = jnp.exp2(scores_kN - lax.broadcast_in_dim(new_max_N, scores_kN.shape, [1]))
-        shrink_N = jnp.exp2(max_N - new_max_N)
-        sum_kN = sum_kN * lax.broadcast_in_dim(shrink_N, sum_kN.shape, [1]) + weights_kN
-        acc_HN = acc_HN * lax.broadcast_in_dim(shrink_N, acc_HN.shape, [1])
-        _store_transposed(self.smem["p"], weights_kN)
-
-        plgpu.barrier_wait(self.smem["v_full"].at[stage])
-        v_ref = self.tile("v", stage)
-        if not self.is_narrow:  # what is widened is no NaN
-            clear = functools.partial(self.clear_hidden_values, item, first_position, start, v_ref)
-            pl.when((start < first_position) | (start + block_k > item.length))(clear)
-        plgpu.commit_smem()
-        acc_HN = self.add_values(acc_HN, v_ref)
-        plgpu.barrier_arrive(self.smem["v_free"].at[stage])
-        return acc_HN, new_max_N, sum_kN
-
-    def tile(self, name: str, stage):
-        """What the products take it from: where interpreted, an 8-bit one is widened before."""
-        ref = self.smem[name].at[stage]
-        return eight_bits.widen(ref, self.smem["wide"]) if "wide" in self.smem else ref
-
-    def first_position(self, item: Item):
-        """Of the keys that any of its queries sees."""
-        if self.window is None:
-            return jnp.int32(0)
-        return jnp.maximum(item.length - (self.window + self.num_queries - 1), 0)
-
-    def is_visible_to_each(self, item: Item, first_position, start, shape):
-        """[k, N]: whether each query sees a key."""
-        if self.num_queries == 1:
-            position_kN = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT)
-            return (position_kN >= first_position) & (position_kN < item.length)
-        query_kN = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT), jnp.int32(self.num_groups))
-        # From the query's own position back, shifted by a constant of the tile.
-        ahead_kN = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) - query_kN
-        end = item.length - (self.num_queries - 1) - start
-        return ahead_kN < end if self.window is None else (ahead_kN < end) & (ahead_kN >= end - self.window)
-
-    def clear_hidden_values(self, item: Item, first_position, start, v_ref) -> None:
-        """What lies there may be NaN, which a weight of zero would not remove."""
-        block_k, head_dim = v_ref.shape
-        position_kc = start + plgpu.broadcasted_iota(jnp.int32, (block_k, CHUNK), 0, layout=LAYOUT)
-        for column in range(0, head_dim, CHUNK):
-            chunk_ref = v_ref.at[:, pl.ds(column, CHUNK)]
-            v_kc = load_smem(chunk_ref, LAYOUT)
-            is_visible_kc = (position_kc >= first_position) & (position_kc < item.length)
-            chunk_ref[...] = jnp.where(is_visible_kc, v_kc, jnp.zeros_like(v_kc))
-
-    def multiply_keys(self, acc_ref, k_ref, q_ref):
-        """S^T of a tile."""
-        if not self.widens_in_registers:
-            plgpu.wgmma(acc_ref, k_ref, q_ref.transpose((1, 0)))
-            return acc_ref[...]
-        for key in range(0, k_ref.shape[0], eight_bits.BLOCK):
-            plgpu.wgmma(acc_ref.at[pl.ds(key, eight_bits.BLOCK)], eight_bits.keys(k_ref, key), q_ref.transpose((1, 0)))
-            plgpu.wgmma_wait(0)  # its registers are those of the next block
-        return acc_ref[...]
-
-    def add_values(self, acc_HN, v_ref):
-        """O^T with a tile's values, under the weights in smem["p"]."""
-        if not self.widens_in_registers:
-            return add_wgmma(acc_HN, v_ref.transpose((1, 0)), self.smem["p"].transpose((1, 0)), interpret=self.interpret)
-
-        def multiply(acc_ref):
-            for key in range(0, v_ref.shape[0], eight_bits.BLOCK):
-                weights_ref = self.smem["p"].at[:, pl.ds(key, eight_bits.BLOCK)]
-                plgpu.wgmma(acc_ref, eight_bits.values(v_ref, key), weights_ref.transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-
-        return pl.run_state(multiply)(plgpu.ACC.init(acc_HN))
-
-    def over_keys(self, operation: str, x_kN):
-        """The largest of the keys' numbers, or their sum."""
-        if self.interpret or "reduced" not in self.smem:
-            return x_kN.max(axis=0) if operation == "max" else x_kN.sum(axis=0)
-        return cta_workers.reduce_rows(operation, x_kN, self.smem["reduced"])
-
-    def store(self, item: Item, acc_HN, max_N, sum_N) -> None:
-        """A whole row and head goes to the result, a part with its softmax sum to its place for the combination."""
-        smem, num_queries = self.smem, self.num_queries
-        store = eight_bits.store_result if self.widens_in_registers else _store_transposed
-        is_whole, groups = item.is_first & item.is_last, Rows(0, self.num_groups, self.num_groups)
-        num_lines = num_queries * self.num_groups
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers still hold what the item before stores
-
-        @pl.when(is_whole)
-        def _store_whole():
-            store(smem["out"], acc_HN)
-            plgpu.commit_smem()
-            for query in range(num_queries):
-                token = item.row if num_queries == 1 else item.row * num_queries + query
-                lines = smem["out"].at[pl.ds(query * self.num_groups, self.num_groups)]
-                row_copies.store(lines, self.out_ref, groups, before=(token, item.head))
-
-        @pl.when(jnp.logical_not(is_whole))
-        def _store_part():
-            part = 2 * self.find_worker() + item.is_first.astype(jnp.int32)
-            store(smem["partial"], acc_HN)
-            plgpu.commit_smem()
-            lines = Rows(0, num_lines, num_lines)
-            row_copies.store(smem["partial"].at[pl.ds(0, num_lines)], self.partial_ref, lines, before=(part,))
-            self.lse_ref.at[part][...] = max_N + jnp.log2(sum_N)
-
-
-def _store_transposed(ref, x: jax.Array) -> None:
-    """ref = x.T; pairs of neighbours change lanes first, so that they are neighbours in memory."""
-    ref.transpose((1, 0))[...] = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def _combine_kernel(whole_ref, partial_ref, lse_ref, workers_ref, *refs) -> None:

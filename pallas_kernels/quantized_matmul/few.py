@@ -23,7 +23,7 @@ from pallas_kernels import _compat, row_copies
 from pallas_kernels.quantized_matmul import cta, result
 from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
 from pallas_kernels.quantized_matmul.decoders import DECODERS
-from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, load_rows, of_tile, operand, word_rows
+from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, load_rows, of_tile, operand, unfolded, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE, Packed
 from pallas_kernels.quantized_matmul.result import MAX_PAIRED, PARTS, Result
 from pallas_kernels.row_copies import Rows
@@ -122,7 +122,6 @@ def product(
             number=weight.number,
             group=weight.group,
             fold=weight.fold,
-            rest=weight.rest,
             sizes=sizes,
             num_steps=num_steps,
             words_ref=words_ref,
@@ -161,8 +160,6 @@ class _Few:
     group: int | None
     fold: int
     """Power of two by which stored scales are larger, see `fold_of`."""
-    rest: int
-    """Power of two by which sums are smaller."""
     sizes: FewSizes
     num_steps: int
     """Steps of a part."""
@@ -273,7 +270,7 @@ class _Few:
                 plgpu.wgmma_wait(0)  # before registers of operands are written again
                 plgpu.barrier_arrive(self.smem["free"].at[slot])
 
-            return sum_ref[...] * 2.0**self.rest if self.fold else sum_ref[...]
+            return unfolded(sum_ref[...], self.number, self.fold)
 
         return pl.run_scoped(multiply, plgpu.ACC((TILE, self.x_ref.shape[0]), jnp.float32))
 

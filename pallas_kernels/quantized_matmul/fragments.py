@@ -47,7 +47,7 @@ def operand(
 
     words_smem: int32 [tiles * word_rows, WORD_COLUMNS]. scales, zeros: bfloat16 [64] in the layout WGMMA.reduce(1), one for each of
     equal parts of the inputs; none: 1, 0. interpreted_smem: bfloat16 [64, 64] where the kernel is interpreted, else None. fold: of the
-    scales (see `packed.fold_of`), of which there are some then; the result is 2^-`Packed.rest` of what it would be.
+    scales (see `packed.fold_of`), of which there are some then; the result is as much too small as `unfolded` mends.
     """
     decoder = DECODERS[number]
     if interpreted_smem is None:
@@ -63,6 +63,11 @@ def operand(
     interpreted_smem[...] = values
     _compat.mosaic().commit_smem()
     return interpreted_smem
+
+
+def unfolded(sums: jax.Array, number: str, fold: int) -> jax.Array:
+    """The sums of products of such operands, as they would be with scales that are not stored larger."""
+    return sums * 2.0 ** (DECODERS[number].exponent - fold) if fold else sums
 
 
 def _in_registers(

@@ -24,7 +24,7 @@ from pallas_kernels import _compat, row_copies
 from pallas_kernels.quantized_matmul import cta, result
 from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
 from pallas_kernels.quantized_matmul.decoders import DECODERS
-from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, of_tile, operand, word_rows
+from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, of_tile, operand, unfolded, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE, Packed
 from pallas_kernels.quantized_matmul.result import MAX_PAIRED, PARTS, Result
 from pallas_kernels.row_copies import Rows
@@ -150,7 +150,6 @@ def product(
             number=weight.number,
             group=weight.group,
             fold=weight.fold,
-            rest=weight.rest,
             sizes=sizes,
             num_items=num_all_items,
             num_ctas=num_ctas,
@@ -191,8 +190,6 @@ class _Many:
     group: int | None
     fold: int
     """Power of two by which stored scales are larger, see `fold_of`."""
-    rest: int
-    """Power of two by which sums are smaller."""
     sizes: ManySizes
     num_items: int
     num_ctas: int
@@ -300,7 +297,7 @@ class _Many:
 
             plgpu.wgmma_wait(0)
             self.release(begin + self.num_steps - 1)
-            return sum_ref[...] * 2.0**self.rest if self.fold else sum_ref[...]
+            return unfolded(sum_ref[...], self.number, self.fold)
 
         return pl.run_scoped(accumulate, plgpu.ACC((TILE, self.sizes.tile_rows), jnp.float32))
 

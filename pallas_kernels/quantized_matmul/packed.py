@@ -71,11 +71,6 @@ class Packed:
         return fold_of(self.number, self.scale, self.zero)
 
     @property
-    def rest(self) -> int:
-        """n, if sums of products are 2^-n of the true ones."""
-        return DECODERS[self.number].exponent - self.fold if self.fold else 0
-
-    @property
     def group(self) -> int | None:
         """Inputs that share a scale; None: there is none but the factor."""
         return None if self.scale is None else self.num_inputs // self.scale.shape[0]

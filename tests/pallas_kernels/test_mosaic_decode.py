@@ -18,7 +18,8 @@ if not has_mosaic():
     pytest.skip("JAX 0.10 lacks parts of Mosaic GPU that the kernel uses", allow_module_level=True)
 
 from pallas_kernels.paged_attention import mosaic_decode
-from pallas_kernels.paged_attention.mosaic_decode import COUNT, THREE_WORKERS, DecodeTiles, Plan, make_plan, pick_tiles
+from pallas_kernels.paged_attention.mosaic_decode import THREE_WORKERS, pick_tiles
+from pallas_kernels.paged_attention.mosaic_plan import COUNT, DecodeTiles, Plan, make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
