@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,11 @@ _NO_KERNELS = ("__init__.py", "verified.py")
 
 @functools.cache
 def source_digest(op: str) -> str:
-    """A digest of all that an op's kernels are made of: its folder, those it uses, and the modules that ops share."""
+    """A digest of all that an op's kernels are made of: its folder, those it uses, and the shared modules that they name."""
     digest = hashlib.sha256()
-    shared = [path for path in _ROOT.glob("*.py") if path.name not in _NO_KERNELS]
     own = [path for folder in (op, *_USES.get(op, ())) for path in (_ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in own)))
+    shared = [path for path in _ROOT.glob("*.py") if path.name not in _NO_KERNELS and path.stem in named]
     for path in sorted([*shared, *own]):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode())
         digest.update(path.read_bytes())
