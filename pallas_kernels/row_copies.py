@@ -29,8 +29,20 @@ class Rows:
         return pl.ds(self.index * self.unit, self.size)
 
 
-def load(source: Any, rows: Rows, target: Any, barrier: Any, *, before: tuple = (), after: tuple = ()) -> None:
-    """Copy source[*before, rows, *after] from global to shared memory; `barrier` completes. Raises ValueError if rows would be lost."""
+def load(
+    source: Any,
+    rows: Rows,
+    target: Any,
+    barrier: Any,
+    *,
+    before: tuple = (),
+    after: tuple = (),
+    shared_by: str | None = None,
+) -> None:
+    """Copy source[*before, rows, *after] from global to shared memory; `barrier` completes. Raises ValueError if rows would be lost.
+
+    shared_by: an axis of a cluster, all CTAs of which copy the same to the same place: each reads a part and sends it to all.
+    """
     tile = _compat.tile_rows(target)
     fits_in_tile = tile % rows.unit == 0 and rows.used is not None and rows.used <= rows.unit
     if rows.unit % tile and not fits_in_tile:
@@ -38,7 +50,9 @@ def load(source: Any, rows: Rows, target: Any, barrier: Any, *, before: tuple = 
             f"a load of {rows.size} rows that starts at multiples of {rows.unit} goes through tiles of {tile} rows and would lose "
             f"rows; start at multiples of {tile}, or read no more than the first rows of a unit that divides {tile}"
         )
-    _compat.mosaic().copy_gmem_to_smem(source.at[(*before, rows.slice(), *after)], target, barrier)
+    _compat.mosaic().copy_gmem_to_smem(
+        source.at[(*before, rows.slice(), *after)], target, barrier, collective_axes=shared_by
+    )
 
 
 def store(source: Any, target: Any, rows: Rows, *, before: tuple = (), after: tuple = ()) -> None:
