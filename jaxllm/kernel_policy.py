@@ -41,6 +41,8 @@ class KernelPolicy:
     the device is not busy."""
     max_joined_rows: int = 0
     """Up to so many rows one kernel computes all between the products of linear attention (`pallas_kernels/delta_decode`)."""
+    min_gated_tokens: int = MORE_THAN_ANY
+    """From so many tokens on one kernel computes gate, up and the activation of dense layers (`pallas_kernels/gated_matmul`)."""
     max_weight_only_rows: int = 0
     """Up to so many rows products with fp8 weights take activations as they are, in place of fp8: to find scales takes longer than fp8
     products save. Not more than `max_triton_rows`: cuBLAS needs the whole weight in the type of the activations."""
@@ -73,6 +75,10 @@ class KernelPolicy:
     def is_joined(self, num_rows: int) -> bool:
         """Whether one kernel computes all between the products of linear attention, in a decode of so many rows."""
         return num_rows <= self.max_joined_rows
+
+    def gates_in_one(self, num_tokens: int) -> bool:
+        """Whether one kernel computes gate, up and the activation of dense layers, of so many tokens."""
+        return num_tokens >= self.min_gated_tokens
 
     def in_program(self, size: int) -> "KernelPolicy":
         """This policy for all that a program of this size computes, also of fewer rows: without Triton products none are weight-only."""
@@ -122,6 +128,8 @@ GPU = KernelPolicy(
     max_weight_only_rows=16,
     max_concurrent_rows=16,
     max_joined_rows=16,
+    # Gate and up of Llama-3.1-8B with the activation take 360 us for 1024 tokens on an H200 in place of 410, 201 for 512 in place of 204.
+    min_gated_tokens=1024,
 )
 CPU = KernelPolicy(
     # XLA computes products of two rows on a CPU about as fast as of four.

@@ -50,9 +50,7 @@ def load(
             f"a load of {rows.size} rows that starts at multiples of {rows.unit} goes through tiles of {tile} rows and would lose "
             f"rows; start at multiples of {tile}, or read no more than the first rows of a unit that divides {tile}"
         )
-    _compat.mosaic().copy_gmem_to_smem(
-        source.at[(*before, rows.slice(), *after)], target, barrier, collective_axes=shared_by
-    )
+    _compat.mosaic().copy_gmem_to_smem(source.at[(*before, rows.slice(), *after)], target, barrier, collective_axes=shared_by)
 
 
 def store(source: Any, target: Any, rows: Rows, *, before: tuple = (), after: tuple = ()) -> None:

@@ -12,6 +12,7 @@ OPS = (
     "delta_decode",
     "expert_choice",
     "gated_delta",
+    "gated_matmul",
     "grouped_matmul",
     "lora",
     "mla_attention",
@@ -26,6 +27,7 @@ OPS = (
     "wide_attention",
 )
 _USES = {
+    "gated_matmul": ("grouped_matmul/activation.py",),
     "grouped_matmul": ("quantized_matmul",),
     "lora": ("grouped_matmul",),
     "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),
@@ -33,7 +35,7 @@ _USES = {
     "rope_cache_write": ("cache_write",),
     "wide_attention": ("cache_write", "paged_attention"),
 }
-"""Ops whose implementations call those of other folders."""
+"""Ops whose implementations call those of other folders, or of a file there."""
 RECORDS = Path(__file__).parent / "verified.json"
 """{device kind: record}; a record's "ops" gives the digest of each op's source that passed every check."""
 _ROOT = Path(__file__).parent
@@ -44,7 +46,8 @@ _NO_KERNELS = ("__init__.py", "verified.py")
 def source_digest(op: str) -> str:
     """A digest of all that an op's kernels are made of: its folder, those it uses, and the shared modules that they name."""
     digest = hashlib.sha256()
-    own = [path for folder in (op, *_USES.get(op, ())) for path in (_ROOT / folder).rglob("*.py")]
+    parts = [_ROOT / part for part in (op, *_USES.get(op, ()))]
+    own = [path for part in parts for path in ([part] if part.is_file() else part.rglob("*.py"))]
     named = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in own)))
     shared = [path for path in _ROOT.glob("*.py") if path.name not in _NO_KERNELS and path.stem in named]
     for path in sorted([*shared, *own]):

@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.kernel_check import Choice, choose_kernels
 from jaxllm.engine.kernel_choice import candidates
-from jaxllm.engine.kernel_shapes import TiledWeights
+from jaxllm.engine.kernel_shapes import ProductShapes
 from jaxllm.kernel_verdicts import VerdictStore
 from jaxllm.log import logger
 from jaxllm.model_config import ModelConfig
@@ -40,14 +40,15 @@ class EarlyPrograms:
         plan: MemoryPlan,
         mesh: Mesh,
         adaptation: Adaptation | None,
-        tiles: TiledWeights,
+        products: ProductShapes,
     ) -> Choice:
         """Choose kernels that pass the kernel check. `wanted` is the option attention_implementation as given."""
         device = mesh.local_devices[0]
         has: dict[str, Any] = {
             "has_adapters": adaptation is not None,
-            "has_tiles": bool(tiles.linears),
-            "expert_types": tiles.expert_types,
+            "has_tiles": bool(products.linears),
+            "expert_types": products.expert_types,
+            "gated": products.gated,
         }
         with self._left_on_error():
             return choose_kernels(
@@ -60,7 +61,7 @@ class EarlyPrograms:
                 store=VerdictStore(env.cache_dir() / env.KERNEL_VERDICTS),
                 is_named=wanted != "auto",
                 adaptation=adaptation,
-                tiles=tiles,
+                products=products,
                 meanwhile=self._begin,
             )
 

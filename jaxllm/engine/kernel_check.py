@@ -21,7 +21,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.device_errors import Failure, kind_of
 from jaxllm.engine.fingerprint import surroundings
 from jaxllm.engine.kernel_choice import PLAIN, Candidates
-from jaxllm.engine.kernel_shapes import NO_TILES, TiledWeights, shapes_of
+from jaxllm.engine.kernel_shapes import NO_PRODUCTS, ProductShapes, shapes_of
 from jaxllm.errors import KernelCheckError
 from jaxllm.kernel_verdicts import OpReport, Subject, Verdict, VerdictStore
 from jaxllm.log import logger
@@ -36,6 +36,7 @@ from pallas_kernels.checking import (
     delta_decode,
     expert_choice,
     gated_delta,
+    gated_matmul,
     grouped_matmul,
     lora,
     mla_attention,
@@ -60,6 +61,7 @@ _CASES: dict[str, Any] = {
     "gated_delta": gated_delta.cases,
     "delta_decode": delta_decode.cases,
     "grouped_matmul": grouped_matmul.cases,
+    "gated_matmul": gated_matmul.cases,
     "lora": lora.cases,
     "mla_attention": mla_attention.cases,
     "quantize": quantize.cases,
@@ -91,13 +93,13 @@ def choose_kernels(
     is_named: bool,
     mesh: Mesh | None = None,
     adaptation: Adaptation | None = None,
-    tiles: TiledWeights = NO_TILES,
+    products: ProductShapes = NO_PRODUCTS,
     meanwhile: Callable[[Kernels], None] = lambda kernels: None,
 ) -> Choice:
     """Choose the first candidate of each op that passes the check set by `config.compile.kernel_check`.
 
     device: the first of the mesh, on which everything except collectives is checked. mesh: None for one device.
-    is_named: the user named this attention implementation, so it is never replaced. tiles: the weights in tiles.
+    is_named: the user named this attention implementation, so it is never replaced. products: the weights that kernels multiply.
     meanwhile: called before the first kernel runs, with the kernels that will be chosen if all that are checked are right.
     Raises KernelCheckError if no implementation of an op is left, or a check lost the device.
     """
@@ -106,7 +108,7 @@ def choose_kernels(
     skipped = {*(() if model.generates else ("sampling",)), *((COLLECTIVES,) if is_one else ())}
     check_ = KernelCheck(
         found=found,
-        shapes=shapes_of(config, model, plan, adaptation, tiles),
+        shapes=shapes_of(config, model, plan, adaptation, products),
         mode=config.compile.kernel_check,
         device=device,
         mesh=mesh,

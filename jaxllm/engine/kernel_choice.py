@@ -19,6 +19,7 @@ from pallas_kernels import (
     delta_decode,
     expert_choice,
     gated_delta,
+    gated_matmul,
     grouped_matmul,
     lora,
     mla_attention,
@@ -32,6 +33,7 @@ from pallas_kernels import (
     state_space,
     wide_attention,
 )
+from pallas_kernels.checking.gated_matmul import Shapes as GatedShapes
 from pallas_kernels.verified import is_verified, was_verified
 
 PLAIN = ("xla", "reference")
@@ -165,9 +167,11 @@ def candidates(
     has_adapters: bool = False,
     has_tiles: bool = False,
     expert_types: Sequence[str | None] = (),
+    gated: Sequence[GatedShapes] = (),
 ) -> Candidates:
     """Candidates for every op. `wanted` is the option attention_implementation; if it is plain JAX, so are all other ops.
-    has_tiles: weights of some linear layers are in tiles. expert_types: those of mixtures' weights, if some are in tiles."""
+    has_tiles: weights of some linear layers are in tiles. expert_types: those of mixtures' weights, if some are in tiles.
+    gated: dense layers whose gate and up a kernel may compute together, on all devices."""
     num_parts = context_size(mesh)
     has_part = num_parts > 1 or model.attends_within_images
     found = attention_candidates(wanted, model, plan.block_size // num_parts, on_gpu=on_gpu, has_part=has_part)
@@ -192,6 +196,9 @@ def candidates(
         found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)
     if has_tiles:
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
+    if gated:
+        may_use = not is_plain and _may_use("gated_matmul", wanted, on_gpu=on_gpu)
+        found["gated_matmul"] = _gated_candidates(gated, mesh, on_gpu=on_gpu) if may_use else ("xla",)
     encoder = model.vision or model.audio
     if widths := quantized_widths(model, tensor_size(mesh)):
         # Several devices do it only where `wanted` names kernels: no record has that, and it was not timed against plain JAX.
@@ -235,6 +242,19 @@ def _quantize_candidates(model: ModelConfig, widths: tuple[int, ...], *, on_gpu:
     if model.dtype != "bfloat16":
         return ("xla",)  # its sums are float32: scales might leave the range of float16
     return quantize.candidates(platform="gpu", dtype=model.dtype, widths=widths, interpret=not on_gpu)
+
+
+def _gated_candidates(layers: Sequence[GatedShapes], mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:
+    return _of_all(
+        gated_matmul.candidates(
+            platform="gpu",
+            dtype=layer.dtype,
+            width=layer.width,
+            hidden=layer.hidden // tensor_size(mesh),
+            interpret=not on_gpu,
+        )
+        for layer in layers
+    )
 
 
 def _rope_candidates(model: ModelConfig, plan: MemoryPlan, mesh: Mesh, *, on_gpu: bool) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxllm.config import EngineConfig
 from jaxllm.layers.linear import PackedWeight
+from jaxllm.layers.mlp import FeedForward
 from jaxllm.layers.moe import MixtureOfExperts
 from jaxllm.layers.parameters import weights
 from jaxllm.layers.routing import rule_of
@@ -29,6 +30,7 @@ from pallas_kernels.checking import (
     delta_decode,
     expert_choice,
     gated_delta,
+    gated_matmul,
     grouped_matmul,
     lora,
     mla_attention,
@@ -45,12 +47,15 @@ from pallas_kernels.quantized_matmul import TILE, decoder_of
 
 
 @dataclass(frozen=True)
-class TiledWeights:
-    """The distinct weights in tiles of an engine's models, on one device."""
+class ProductShapes:
+    """The distinct weights of an engine's models that kernels multiply."""
 
     linears: tuple[quantized_matmul.Shapes, ...] = ()
+    """In tiles, on one device."""
     experts: tuple[tuple[MoE, tuple[grouped_matmul.Stored, grouped_matmul.Stored] | None], ...] = ()
     """Packing of gate and up, and of down, by mixture; None: they are not in tiles."""
+    gated: tuple[gated_matmul.Shapes, ...] = ()
+    """Plain ones of dense layers, on all devices together."""
 
     @property
     def expert_types(self) -> tuple[str | None, ...]:
@@ -59,7 +64,7 @@ class TiledWeights:
         return tuple(dict.fromkeys(name for names in found for name in names))
 
 
-NO_TILES = TiledWeights()
+NO_PRODUCTS = ProductShapes()
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class _Engine:
     adaptation: Adaptation | None
     num_parts: int = 1
     """Devices that split the keys of a row."""
-    tiles: TiledWeights = NO_TILES
+    products: ProductShapes = NO_PRODUCTS
 
     @property
     def page_size(self) -> int:
@@ -159,7 +164,7 @@ def _expert_choice(engine: _Engine) -> tuple[expert_choice.Shapes, ...]:
 
 def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
     model, tensor_parallel = engine.model, engine.tensor_parallel
-    mixtures = engine.tiles.experts or tuple((part, None) for part in model.mixtures if part.has_kernels)
+    mixtures = engine.products.experts or tuple((part, None) for part in model.mixtures if part.has_kernels)
     return tuple(
         grouped_matmul.Shapes(
             dtype=model.dtype,
@@ -174,6 +179,10 @@ def _grouped_matmul(engine: _Engine) -> tuple[grouped_matmul.Shapes, ...]:
         )
         for part, stored in mixtures
     )
+
+
+def _gated_matmul(engine: _Engine) -> tuple[gated_matmul.Shapes, ...]:
+    return tuple(replace(shapes, hidden=shapes.hidden // engine.tensor_parallel) for shapes in engine.products.gated)
 
 
 def _router_scores(engine: _Engine) -> tuple[router_scores.Shapes, ...]:
@@ -237,12 +246,23 @@ def shapes_of_tiles(models: Iterable[nnx.Module], dtype: str) -> tuple[quantized
     return tuple(dict.fromkeys(found))
 
 
-def tiled_weights(models: Sequence[nnx.Module], dtype: str) -> TiledWeights:
-    """The weights in tiles of models that compute in this type."""
+def product_shapes(models: Sequence[nnx.Module], dtype: str) -> ProductShapes:
+    """The weights of models that compute in this type."""
     mixtures = [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, MixtureOfExperts)]
     experts = dict.fromkeys((each.part, _experts_in_tiles(each)) for each in mixtures if each.part.has_kernels)
     has_tiles = any(stored is not None for _, stored in experts)
-    return TiledWeights(shapes_of_tiles(models, dtype), tuple(experts) if has_tiles else ())
+    return ProductShapes(shapes_of_tiles(models, dtype), tuple(experts) if has_tiles else (), _gated_layers(models, dtype))
+
+
+def _gated_layers(models: Sequence[nnx.Module], dtype: str) -> tuple[gated_matmul.Shapes, ...]:
+    layers = [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, FeedForward)]
+    weights_ = ((layer.weight_of_kernel, layer.kernel_activation) for layer in layers)
+    found = (
+        gated_matmul.Shapes(dtype, weight.shape[0], weight.shape[2], activation)
+        for weight, activation in weights_
+        if weight is not None and activation is not None and str(weight.dtype) == dtype
+    )
+    return tuple(dict.fromkeys(found))
 
 
 def _is_tiled(format: WeightFormat) -> TypeGuard[Any]:
@@ -357,12 +377,13 @@ _SHAPES: dict[str, Callable[[_Engine], tuple[Any, ...]]] = {
     "router_scores": _router_scores,
     "expert_choice": _expert_choice,
     "grouped_matmul": _grouped_matmul,
+    "gated_matmul": _gated_matmul,
     "gated_delta": _gated_delta,
     "delta_decode": _delta_decode,
     "state_space": _state_space,
     "lora": _lora,
     "mla_attention": _mla_attention,
-    "quantized_matmul": lambda engine: engine.tiles.linears,
+    "quantized_matmul": lambda engine: engine.products.linears,
     "collectives": _collectives,
     "quantize": _quantize,
     "sampling": _sampling,
@@ -375,10 +396,10 @@ def shapes_of(
     model: ModelConfig,
     plan: MemoryPlan,
     adaptation: Adaptation | None = None,
-    tiles: TiledWeights = NO_TILES,
+    products: ProductShapes = NO_PRODUCTS,
 ) -> dict[str, tuple[Any, ...]]:
     """By op, the sets of shapes that its cases depend on, on one device."""
     topology = Topology.of(config.parallel)
     sizes = topology.tensor, topology.expert
-    engine = _Engine(model, plan, *sizes, config.model.max_logprobs, adaptation, topology.context, tiles)
+    engine = _Engine(model, plan, *sizes, config.model.max_logprobs, adaptation, topology.context, products)
     return {op: shapes(engine) for op, shapes in _SHAPES.items()}

@@ -15,7 +15,7 @@ from jaxllm.engine.executor import DeviceRunner
 from jaxllm.engine.features import Features
 from jaxllm.engine.fingerprint import fingerprint
 from jaxllm.engine.kernel_choice import may_quantize_by_kernels
-from jaxllm.engine.kernel_shapes import tiled_weights
+from jaxllm.engine.kernel_shapes import product_shapes
 from jaxllm.engine.parallel_backends import make_runner
 from jaxllm.engine.resolve import backend, resolve
 from jaxllm.engine.stage_plans import checked_plan, lay_out
@@ -140,8 +140,8 @@ class Prepared(RunnerParts):
             models: list[nnx.Module] = [stage.model for stage in stages]
             if drafter is not None and drafter.model is not None:
                 models.append(drafter.model)
-            tiles = tiled_weights(models, model_config.dtype)
-            chosen = early.choose(wanted, config, computed, stages[0].plan, _own(meshes), adaptation, tiles)
+            products = product_shapes(models, model_config.dtype)
+            chosen = early.choose(wanted, config, computed, stages[0].plan, _own(meshes), adaptation, products)
         with times.part("config and model"):
             runner = early.runner_of(chosen.kernels)
         made_of = vars(_with_kernels(parts, chosen.kernels))

@@ -12,7 +12,11 @@ from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Activation
+from pallas_kernels import gated_matmul
 from pallas_kernels.quantize import Quantized, Sums, scaled, silu_up_quantize
+
+# Traced and lowered once for all layers of a program.
+multiply_gated = jax.jit(gated_matmul.product, static_argnames=("activation", "implementation", "interpret"))
 
 
 def gelu(x: Array) -> Array:
@@ -61,7 +65,11 @@ class FeedForward(nnx.Module):
         self.activation = ACTIVATIONS[part.activation]
         self.gated = part.gated
         self.clamp = part.clamp
-        self.is_swiglu = part.gated and part.activation == "silu" and part.clamp is None
+        is_product = part.gated and part.clamp is None
+        self.is_swiglu = is_product and part.activation == "silu"
+        has_kernel = is_product and not part.bias and part.activation in gated_matmul.ACTIVATIONS
+        self.kernel_activation = part.activation if has_kernel else None
+        """That of `pallas_kernels.gated_matmul`; None: it does not compute this layer."""
         self.gate_up = Linear(
             "td,dcf->tcf",
             (D, C, F),
@@ -89,15 +97,29 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_TD: Array | Quantized, step: Step, start: int = 0) -> Array | Sums:
         """The output as `Step.sums`; of several devices, this one's part of the sum. x are the tokens of the step from `start` on."""
+        return step.sums(self.down, self._hidden(x_TD, step, start), start)
+
+    @property
+    def weight_of_kernel(self) -> nnx.Param | None:
+        """The weight [D, 2, F] that `pallas_kernels.gated_matmul` takes; None: it does not compute this layer."""
+        weight = self.gate_up.weight
+        return None if self.kernel_activation is None or not isinstance(weight, nnx.Param) else weight
+
+    def _hidden(self, x_TD: Array | Quantized, step: Step, start: int) -> Array | Quantized:
+        """[T, F]: what down takes."""
+        weight = self.weight_of_kernel
+        if weight is not None and isinstance(x_TD, Array) and x_TD.dtype == weight.dtype and step.gates_in_one(len(x_TD)):
+            assert step.multiply_gated is not None
+            return step.multiply_gated(x_TD, weight[...], activation=self.kernel_activation)
         gate_up_TCF = step.sums(self.gate_up, x_TD, start)
         if isinstance(gate_up_TCF, Sums) and self.is_swiglu and self.down.quantizes_inputs:
             assert step.quantization is not None
-            return step.sums(self.down, silu_up_quantize(gate_up_TCF, **step.quantization), start)
+            return silu_up_quantize(gate_up_TCF, **step.quantization)
         gate_up_TCF = scaled(gate_up_TCF)
         x_TF = (self.activation if self.xielu is None else self.xielu)(gate_up_TCF[:, 0])
         if self.gated:
             x_TF = multiplied(x_TF, gate_up_TCF[:, 1], self.clamp)
-        return step.sums(self.down, x_TF, start)
+        return x_TF
 
 
 def multiplied(gate: Array, up: Array, clamp: float | None) -> Array:

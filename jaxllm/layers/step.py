@@ -82,6 +82,9 @@ class Step:
     """Computes the chosen experts: `pallas_kernels.grouped_matmul.experts`."""
     multiply: Multiply = PLAINLY
     """Computes products with weights in tiles: `pallas_kernels.quantized_matmul.product`."""
+    multiply_gated: Callable[..., Array] | None = None
+    """Computes gate, up and the activation of dense layers in steps of many tokens: `pallas_kernels.gated_matmul.product`; None: a product
+    does, and plain JAX the activation."""
     attend_to_latents: AttendToLatents | None = None
     """`attend` of layers of latent attention; None where there are none."""
     states: RowStates | None = None
@@ -159,6 +162,10 @@ class Step:
     def quantizes(self, num_rows: int) -> bool:
         """Whether kernels quantise so many rows for products that need it."""
         return self.quantization is not None and self.adapt is None and not self.policy.is_weight_only(num_rows)
+
+    def gates_in_one(self, num_tokens: int) -> bool:
+        """Whether `multiply_gated` computes dense layers with plain weights, of so many tokens."""
+        return self.multiply_gated is not None and self.adapt is None and self.policy.gates_in_one(num_tokens)
 
     def add_and_norm(
         self, part_TD: Array | Sums, residual_TD: Array | None, norm: "AnyNorm"

@@ -19,6 +19,7 @@ OPS = (
     "router_scores",
     "expert_choice",
     "grouped_matmul",
+    "gated_matmul",
     "gated_delta",
     "delta_decode",
     "state_space",
@@ -49,6 +50,9 @@ class Kernels:
     """Which experts of a mixture compute each token."""
     grouped_matmul: str = "xla"
     """Experts of a mixture."""
+    gated_matmul: str = "xla"
+    """Gate, up and the activation of dense feed-forward layers in one kernel, in steps of many tokens; "xla": a product, and the activation
+    of its result."""
     gated_delta: str = "xla"
     """States of linear attention."""
     delta_decode: str = "xla"

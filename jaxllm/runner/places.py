@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxllm.cache_spec import CacheLayout, LayerPlace
 from jaxllm.kernel_policy import ALIKE, KernelPolicy
+from jaxllm.layers.mlp import multiply_gated
 from jaxllm.layers.row_states import Spans, StateRows
 from jaxllm.layers.step import (
     Step,
@@ -252,6 +253,9 @@ def make_step(
         else partial(delta_decode, implementation=kernels.delta_decode, interpret=kernels.interpret),
         state_space=partial(state_space, implementation=kernels.state_space, interpret=kernels.interpret),
         multiply=kernels.multiply,
+        multiply_gated=None
+        if kernels.gated_matmul == "xla"
+        else partial(multiply_gated, implementation=kernels.gated_matmul, interpret=kernels.interpret),
         entering_TD=entering_TD,
         exchange=exchange,
         call_layer=SharedLayers(context) if share_layers else call_layer,

@@ -29,6 +29,7 @@ OPS_OF_CASES = {
     "delta": "gated_delta",
     "delta_decode": "delta_decode",
     "experts": "grouped_matmul",
+    "gated": "gated_matmul",
     "latent": "mla_attention",
     "lora": "lora",
     "quantize": "quantize",

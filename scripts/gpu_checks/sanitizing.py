@@ -13,6 +13,7 @@ from pallas_kernels.checking import (
     delta_decode,
     expert_choice,
     gated_delta,
+    gated_matmul,
     grouped_matmul,
     lora,
     quantize,
@@ -102,6 +103,8 @@ def kernel_cases(*, interpret: bool) -> list[tuple[str, Case]]:
         mixture = grouped_matmul.Shapes("bfloat16", 6, 3, 256, 128, has_biases=True, stored=(stored, stored))
         cases = grouped_matmul.cases(mixture, "mosaic", interpret=interpret)
         found += [(f"experts mosaic {stored.number}", case) for case in cases]
+    gated = gated_matmul.Shapes("bfloat16", 256, 192)
+    found += [("gated mosaic", case) for case in gated_matmul.cases(gated, "mosaic", interpret=interpret)]
     delta = gated_delta.Shapes("bfloat16", 2, 2, 24, 40)
     found += [("delta triton", case) for case in gated_delta.cases(delta, "triton", interpret=interpret)]
     decode = delta_decode.Shapes("bfloat16", 2, 2, 24, 40)

@@ -17,6 +17,7 @@ OPS = {
     "delta": "scripts.kernels.gated_delta",
     "delta_decode": "scripts.kernels.delta_decode",
     "experts": "scripts.kernels.grouped_matmul",
+    "gated": "scripts.kernels.gated_matmul",
     "latent": "scripts.kernels.mla_attention",
     "lora": "scripts.kernels.lora",
     "quantize": "scripts.kernels.quantize",

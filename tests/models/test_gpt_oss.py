@@ -230,7 +230,7 @@ def test_experts_are_in_tiles_by_default(folders: dict[str, Path], monkeypatch: 
         for is_here in (True, False):
             wants = [wants_tiles(w, config, on_gpu=True, is_checked=True, is_here=is_here) for w in ("auto", "mosaic", "xla")]
             assert wants == [is_verified or not is_here, True, False]
-    tiles = kernel_shapes.tiled_weights([build_model(config.for_tensor_parallel(2).in_tiles())], "bfloat16")
+    tiles = kernel_shapes.product_shapes([build_model(config.for_tensor_parallel(2).in_tiles())], "bfloat16")
     packed = grouped_matmul.Stored("e2m1", 32)
     assert tiles.linears == () and [stored for _, stored in tiles.experts] == [(packed, packed)]
     assert tiles.expert_types == ("packed e2m1",)

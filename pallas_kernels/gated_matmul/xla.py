@@ -1,0 +1,21 @@
+"""Gate, up and the activation in plain JAX: right by inspection."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
+
+
+def supports(*, platform: str, dtype: DTypeLike, width: int, hidden: int, interpret: bool = False) -> bool:
+    return True
+
+
+def product(x_TD: jax.Array, weight_D2F: jax.Array, *, activation: str, interpret: Any = False) -> jax.Array:
+    """See the folder."""
+    sums_T2F = jnp.einsum(
+        "td,dcf->tcf", x_TD, weight_D2F, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return ACTIVATIONS[activation](sums_T2F[:, 0], sums_T2F[:, 1]).astype(x_TD.dtype)
