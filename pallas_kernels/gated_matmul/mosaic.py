@@ -39,19 +39,21 @@ SWIZZLE_ROWS = 8
 
 
 def supports(*, platform: str, dtype: DTypeLike, width: int, hidden: int, interpret: bool = False) -> bool:
-    """16-bit floats, and widths that tiles divide."""
+    """16-bit floats, and widths that tiles divide: more than one tile of outputs, see `product`."""
     return (
         (platform == "gpu" or interpret)
         and _compat.has_mosaic()
         and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
         and width % BLOCK == 0
         and hidden % BLOCK == 0
+        and hidden > BLOCK
     )
 
 
 def product(x_TD: jax.Array, weight_D2F: jax.Array, *, activation: str, interpret: Any = False) -> jax.Array:
     """See the folder."""
-    padding = -len(x_TD) % SWIZZLE_ROWS  # copies see tiles of so many rows
+    # A copy leaves out a dimension in which an array has one tile, and with it what begins past that tile: two or more in each.
+    padding = max(-len(x_TD) % SWIZZLE_ROWS, 2 * SWIZZLE_ROWS - len(x_TD))
     padded_TD = jnp.pad(x_TD, ((0, padding), (0, 0))) if padding else x_TD
     return _product(padded_TD, weight_D2F, activation, interpret)[: len(x_TD)]
 

@@ -14,7 +14,7 @@ needs_mosaic = pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lac
 CASES = {
     # More than a pair of tiles, whose second pair has a part of one; blocks that do not divide the outputs; two steps.
     "bfloat16": (Shapes("bfloat16", 128, 192), 261),
-    "gelu_tanh": (Shapes("float16", 64, 64, "gelu_tanh"), 5),
+    "gelu_tanh": (Shapes("float16", 64, 128, "gelu_tanh"), 5),
 }
 
 
@@ -63,5 +63,5 @@ def test_what_does_not_fit_is_refused():
 def test_plain_jax_is_chosen_where_no_record_says_that_the_kernel_was_right():
     assert gated_matmul.choose(platform="cpu", dtype="bfloat16", width=64, hidden=64) == "xla"
     assert gated_matmul.candidates(platform="cpu", dtype="bfloat16", width=64, hidden=64) == ("xla",)
-    on_gpu = gated_matmul.candidates(platform="gpu", dtype="float32", width=64, hidden=64)
-    assert on_gpu == ("xla",)
+    for dtype, hidden in (("float32", 128), ("bfloat16", 64), ("bfloat16", 160)):
+        assert gated_matmul.candidates(platform="gpu", dtype=dtype, width=64, hidden=hidden) == ("xla",)
