@@ -158,7 +158,7 @@ def test_every_op_names_its_cases_and_all_can_be_shaped() -> None:
             assert case.variants
     with pytest.raises(
         SystemExit,
-        match="no op 'dance'; there are attention, .*experts, latent, lora, quantize, quantized, rope, router, sampling",
+        match="no op 'dance'; there are attention, .*experts, gated, latent, lora, quantize, quantized, rope, router, sampling",
     ):
         scripts.kernels.cases("check", ["dance"], tiny=True)
 
