@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm.engine import kernel_choice
 from jaxllm.engine.kernel_shapes import product_shapes, shapes_of
-from jaxllm.kernel_policy import CPU
+from jaxllm.kernel_policy import CPU, GATED_ROWS
 from jaxllm.layers.build import build_model
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
@@ -22,6 +22,7 @@ BF16 = {
     "hf_overrides": {"intermediate_size": 256, "head_dim": 16},
     "warmup": "lazy",
 }
+PADDED = {"token_buckets": [GATED_ROWS], "max_num_batched_tokens": GATED_ROWS}
 PROMPT = [*range(3, 35)]
 
 
@@ -30,9 +31,9 @@ PROMPT = [*range(3, 35)]
 @pytest.mark.skipif(not _compat.has_mosaic(), reason="JAX 0.10 lacks parts of Mosaic GPU that the kernels use")
 def test_logprobs_are_those_of_layers_without_the_kernel():
     logprobs = []
-    for min_tokens in (16, 1 << 20):
+    for min_tokens in (GATED_ROWS, GATED_ROWS + 1):
         policy = replace(CPU, min_gated_tokens=min_tokens)
-        core = make_core("llama_gqa", kernel_policy=policy, attention_implementation="triton", **BF16)
+        core = make_core("llama_gqa", kernel_policy=policy, attention_implementation="triton", **BF16, **PADDED)
         assert core.kernels["gated_matmul"].implementation == "mosaic"
         found = run(core, [request("a", PROMPT, max_tokens=1, prompt_logprobs=1)])["a"].prompt_logprobs
         assert found is not None
