@@ -196,9 +196,9 @@ def candidates(
         found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)
     if has_tiles:
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
-    if gated:
-        may_use = not is_plain and _may_use("gated_matmul", wanted, on_gpu=on_gpu)
-        found["gated_matmul"] = _gated_candidates(gated, mesh, on_gpu=on_gpu) if may_use else ("xla",)
+    if gated and not is_plain and _may_use("gated_matmul", wanted, on_gpu=on_gpu):
+        of_layers = _gated_candidates(gated, mesh, on_gpu=on_gpu)
+        found |= {"gated_matmul": of_layers} if of_layers[0] not in PLAIN else {}
     encoder = model.vision or model.audio
     if widths := quantized_widths(model, tensor_size(mesh)):
         # Several devices do it only where `wanted` names kernels: no record has that, and it was not timed against plain JAX.
