@@ -38,7 +38,7 @@ def product(
     implementation: str | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """What the second half of the layer takes.
+    """Hidden values of the layer.
 
     activation: a key of ACTIVATIONS. implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default backend.
     interpret: run a Pallas kernel as plain JAX, on any platform.

@@ -21,7 +21,7 @@ IDS = np.arange(GATED_ROWS, dtype=np.int32) % 50 + 3
 
 
 def hidden_states(name: str, quantization: str | None, min_tokens: int) -> tuple[np.ndarray, list[tuple[str, tuple[int, ...]]]]:
-    """What the last layer leaves, and the calls of the op: activations and shapes of weights."""
+    """Output of the last layer, and the calls of the op: activations and shapes of weights."""
     directory, calls = goldens.FOLDER / name, []
 
     def multiply(x_TD, weight_D2F, *, activation):
