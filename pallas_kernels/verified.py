@@ -44,13 +44,15 @@ _NO_KERNELS = ("__init__.py", "verified.py")
 
 @functools.cache
 def source_digest(op: str) -> str:
-    """A digest of all that an op's kernels are made of: its folder, those it uses, and the shared modules that they name."""
+    """A digest of all that an op's kernels are made of: its folder, those it uses, and the shared modules that any of these name."""
     digest = hashlib.sha256()
+    shared = [path for path in _ROOT.glob("*.py") if path.name not in _NO_KERNELS]
     parts = [_ROOT / part for part in (op, *_USES.get(op, ()))]
-    own = [path for part in parts for path in ([part] if part.is_file() else part.rglob("*.py"))]
-    named = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in own)))
-    shared = [path for path in _ROOT.glob("*.py") if path.name not in _NO_KERNELS and path.stem in named]
-    for path in sorted([*shared, *own]):
+    found = [path for part in parts for path in ([part] if part.is_file() else part.rglob("*.py"))]
+    for path in found:  # to which it adds
+        words = set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+        found += [each for each in shared if each.stem in words and each not in found]
+    for path in sorted(found):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -198,7 +198,8 @@ def candidates(
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
     if gated and not is_plain and _may_use("gated_matmul", wanted, on_gpu=on_gpu):
         of_layers = _gated_candidates(gated, mesh, on_gpu=on_gpu)
-        found |= {"gated_matmul": of_layers} if of_layers[0] not in PLAIN else {}
+        if of_layers[0] not in PLAIN:
+            found["gated_matmul"] = of_layers
     encoder = model.vision or model.audio
     if widths := quantized_widths(model, tensor_size(mesh)):
         # Several devices do it only where `wanted` names kernels: no record has that, and it was not timed against plain JAX.

@@ -15,9 +15,8 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
-from pallas_kernels.verified import is_verified
 
-__all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "PLAIN", "PREFERENCE", "candidates", "choose", "product"]
+__all__ = ["ACTIVATIONS", "IMPLEMENTATIONS", "PREFERENCE", "candidates", "product"]
 
 IMPLEMENTATIONS = {
     "mosaic": "pallas_kernels.gated_matmul.mosaic",
@@ -26,8 +25,6 @@ IMPLEMENTATIONS = {
 """Each module has product and supports(platform, dtype, width, hidden, interpret)."""
 
 PREFERENCE = ("mosaic", "xla")
-PLAIN = ("xla",)
-"""Implementations in plain JAX."""
 
 
 def product(
@@ -35,12 +32,12 @@ def product(
     weight_D2F: jax.Array,
     *,
     activation: str = "silu",
-    implementation: str | None = None,
+    implementation: str,
     interpret: Any = False,
 ) -> jax.Array:
     """Hidden values of the layer.
 
-    activation: a key of ACTIVATIONS. implementation: a key of IMPLEMENTATIONS, or None for `choose` on the default backend.
+    activation: a key of ACTIVATIONS. implementation: a key of IMPLEMENTATIONS.
     interpret: run a Pallas kernel as plain JAX, on any platform.
     Raises ValueError for shapes or types that do not fit together and for what the implementation does not take.
     """
@@ -52,8 +49,6 @@ def product(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"no activation {activation!r} of gated layers; there are {', '.join(ACTIVATIONS)}")
-    if implementation is None:
-        implementation = choose(platform=jax.default_backend(), dtype=x_TD.dtype, width=width, hidden=hidden)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"no implementation {implementation!r} of gated products; there are {', '.join(IMPLEMENTATIONS)}")
     module = importlib.import_module(IMPLEMENTATIONS[implementation])
@@ -70,10 +65,3 @@ def candidates(*, platform: str, dtype: DTypeLike, width: int, hidden: int, inte
     """The names of PREFERENCE that take a case, the fastest first; "xla" takes every case."""
     case = {"platform": platform, "dtype": dtype, "width": width, "hidden": hidden, "interpret": interpret}
     return tuple(name for name in PREFERENCE if importlib.import_module(IMPLEMENTATIONS[name]).supports(**case))
-
-
-def choose(*, platform: str, dtype: DTypeLike, width: int, hidden: int) -> str:
-    """The first of `candidates` that is plain JAX or was verified on the kind of the first device."""
-    names = candidates(platform=platform, dtype=dtype, width=width, hidden=hidden)
-    trusted = platform == "gpu" and is_verified(jax.local_devices()[0].device_kind, "gated_matmul")
-    return next(name for name in names if trusted or name in PLAIN)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels import _compat, row_copies
+from pallas_kernels import _compat, producer_consumer, row_copies
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
 from pallas_kernels.row_copies import Rows
 
@@ -59,6 +59,7 @@ def product(x_TD: jax.Array, weight_D2F: jax.Array, *, activation: str, interpre
 
 
 def _product(x_TD: jax.Array, weight_D2F: jax.Array, activation: str, interpret: Any) -> jax.Array:
+    """Of whole tiles of the swizzle, at least two."""
     plgpu = _compat.mosaic()
     num_tokens, num_columns = len(x_TD), weight_D2F.shape[2]
     dtype = x_TD.dtype
@@ -113,17 +114,7 @@ class _Product:
     """In both CTAs of a cluster."""
 
     def run(self) -> None:
-        wg = lax.axis_index("wg")
-
-        @pl.when(wg < NUM_CONSUMERS)
-        def _():
-            self.plgpu.set_max_registers(232, action="increase")
-            self.consume(wg)
-
-        @pl.when(wg == NUM_CONSUMERS)
-        def _():
-            self.plgpu.set_max_registers(40, action="decrease")
-            self.produce()
+        producer_consumer.run(NUM_CONSUMERS, self.consume, self.produce)
 
     @property
     def num_steps(self) -> int:

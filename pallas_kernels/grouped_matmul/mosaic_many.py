@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import _compat, row_copies
+from pallas_kernels import _compat, producer_consumer, row_copies
 from pallas_kernels.grouped_matmul.triton_rows import SortedRows
 from pallas_kernels.row_copies import Rows
 
@@ -149,17 +149,7 @@ class _Product:
     free: Any
 
     def run(self) -> None:
-        wg = lax.axis_index("wg")
-
-        @pl.when(wg < NUM_CONSUMERS)
-        def _():
-            self.plgpu.set_max_registers(232, action="increase")
-            self.consume(wg)
-
-        @pl.when(wg == NUM_CONSUMERS)
-        def _():
-            self.plgpu.set_max_registers(40, action="decrease")
-            self.produce()
+        producer_consumer.run(NUM_CONSUMERS, self.consume, self.produce)
 
     @property
     def num_steps(self) -> int:

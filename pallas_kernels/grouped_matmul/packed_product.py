@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import _compat, row_copies
+from pallas_kernels import _compat, producer_consumer, row_copies
 from pallas_kernels.grouped_matmul.packed import PackedExperts
 from pallas_kernels.grouped_matmul.triton_rows import SortedRows
-from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
+from pallas_kernels.quantized_matmul.cta import RESERVED_BYTES, SMEM_BYTES
 from pallas_kernels.quantized_matmul.decoders import DECODERS
 from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, of_tile, operand, unfolded, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE
@@ -259,17 +259,7 @@ class _Grouped:
     smem: dict[str, Any]
 
     def run(self) -> None:
-        wg = lax.axis_index("wg")
-
-        @pl.when(wg < self.sizes.num_consumers)
-        def _():
-            self.plgpu.set_max_registers(consumer_registers(self.sizes.num_consumers), action="increase")
-            self.consume(wg)
-
-        @pl.when(wg == self.sizes.num_consumers)
-        def _():
-            self.plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            self.produce()
+        producer_consumer.run(self.sizes.num_consumers, self.consume, self.produce)
 
     @property
     def num_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Who computes what of a decode by Mosaic kernels: an even share of all tiles for each worker, cut into items (stream-K)."""
+"""The plan of a decode by Mosaic kernels: an even share of all tiles for each worker, cut into items (stream-K)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class DecodeTiles:
 
 
 class Plan(NamedTuple):
-    """Who computes what. Equal for all layers, so that XLA computes it once per step."""
+    """The share of each worker. Equal for all layers, so that XLA computes it once per step."""
 
     rows_A2: jax.Array
     """int32[R + 1, 2]: row and length of the rows that have keys, one after the other; then zeros."""

@@ -1,4 +1,4 @@
-"""Resources of a CTA of either kernel: registers, shared memory, and a weight's arrays as they are copied there."""
+"""Resources of a CTA of either kernel: shared memory, and a weight's arrays as they are copied there."""
 
 import jax
 
@@ -9,14 +9,6 @@ from pallas_kernels.quantized_matmul.packed import Packed
 SMEM_BYTES = 227 << 10
 RESERVED_BYTES = 2 << 10
 """For barriers and alignment."""
-PRODUCER_REGISTERS = 40
-
-
-def consumer_registers(num_consumers: int) -> int:
-    """Registers that a consumer may ask for: those its threads begin with, and its share of those that the producer gives back. It
-    waits forever for more."""
-    at_start = (1 << 16) // (128 * (num_consumers + 1)) // 8 * 8
-    return (at_start + (at_start - PRODUCER_REGISTERS) // num_consumers) // 8 * 8
 
 
 def words(weight: Packed) -> jax.Array:

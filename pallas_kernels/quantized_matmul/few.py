@@ -19,9 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels import _compat, row_copies
+from pallas_kernels import _compat, producer_consumer, row_copies
 from pallas_kernels.quantized_matmul import cta, result
-from pallas_kernels.quantized_matmul.cta import PRODUCER_REGISTERS, RESERVED_BYTES, SMEM_BYTES, consumer_registers
+from pallas_kernels.quantized_matmul.cta import RESERVED_BYTES, SMEM_BYTES
 from pallas_kernels.quantized_matmul.decoders import DECODERS
 from pallas_kernels.quantized_matmul.fragments import WORD_COLUMNS, by_rows, load_rows, of_tile, operand, unfolded, word_rows
 from pallas_kernels.quantized_matmul.packed import TILE, Packed
@@ -170,17 +170,7 @@ class _Few:
     smem: dict[str, Any]
 
     def run(self) -> None:
-        wg = lax.axis_index("wg")
-
-        @pl.when(wg < self.sizes.num_consumers)
-        def _():
-            self.plgpu.set_max_registers(consumer_registers(self.sizes.num_consumers), action="increase")
-            self.consume(wg)
-
-        @pl.when(wg == self.sizes.num_consumers)
-        def _():
-            self.plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            self.produce()
+        producer_consumer.run(self.sizes.num_consumers, self.consume, self.produce)
 
     def block(self, consumer: Any) -> Any:
         """The block of outputs of a consumer; past the last for one that has none."""

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, producer_consumer
 from pallas_kernels.checking import quantized_matmul as checking
 from pallas_kernels.checking.quantized_matmul import TOLERANCE_OF_SUMS, Shapes, host_arrays, host_error, stored, tolerance
 from pallas_kernels.quantized_matmul import (
@@ -298,8 +298,8 @@ def test_sizes_fit_into_shared_memory_and_what_cannot_is_refused():
 def test_warpgroups_ask_for_no_more_registers_than_a_core_gave_them(num_consumers, registers):
     """A consumer that asks for one more waits forever."""
     at_start = 65536 // (128 * (num_consumers + 1)) // 8 * 8
-    assert cta.consumer_registers(num_consumers) == registers
-    assert registers * num_consumers + cta.PRODUCER_REGISTERS <= at_start * (num_consumers + 1)
+    assert producer_consumer.consumer_registers(num_consumers) == registers
+    assert registers * num_consumers + producer_consumer.PRODUCER_REGISTERS <= at_start * (num_consumers + 1)
 
 
 INTERPRETED = {

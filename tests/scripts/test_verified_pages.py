@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
@@ -178,3 +179,21 @@ def test_a_source_that_makes_the_same_kernels_stays_verified(tmp_path, monkeypat
             carrying.carry({"NVIDIA H200": record_then, "NVIDIA H100": record_then}, before, wrong)
     with pytest.raises(SystemExit, match="not of the source of lora that was verified"):
         carrying.carry({"NVIDIA H200": record_then}, write("another", "another", kernel), after)
+
+
+@pytest.mark.parametrize(
+    ("changed", "ops"),
+    [
+        ("row_copies.py", {"gated_matmul": True, "paged_attention": True, "lora": True, "sampling": False}),
+        ("grouped_matmul/activation.py", {"gated_matmul": True, "lora": True, "quantized_matmul": False}),
+        ("gated_matmul/mosaic.py", {"gated_matmul": True, "grouped_matmul": False}),
+    ],
+)
+def test_a_digest_is_of_the_op_and_of_what_it_names_elsewhere(changed, ops, tmp_path, monkeypatch):
+    shutil.copytree(verified.RECORDS.parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(verified, "_ROOT", tmp_path / "kernels")
+    digest = verified.source_digest.__wrapped__
+    before = {op: digest(op) for op in ops}
+    path = tmp_path / "kernels" / changed
+    path.write_text(path.read_text() + "# changed\n")
+    assert {op: digest(op) != before[op] for op in ops} == ops
