@@ -16,6 +16,7 @@ from pallas_kernels.grouped_matmul import experts
 from pallas_kernels.grouped_matmul.mxfp4 import BLOCK, SCALE_BIAS, WORD, Mxfp4
 from pallas_kernels.grouped_matmul.packed import PackedExperts
 from pallas_kernels.quantized_matmul import DECODERS, TILE, Packed
+from pallas_kernels.quantized_matmul.packed import fold_of
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Bound of the largest difference, relative to the largest value: hidden values and each expert's result are rounded too."""
@@ -173,9 +174,10 @@ def random_experts(stored: Stored, shape: tuple[int, ...], seed: int = 0) -> Pac
     scale = zero = factor = None
     if stored.group is not None:
         groups = (*lead, K // stored.group, N)
-        scale = (size * jax.random.uniform(keys[1], groups, minval=0.5, maxval=1.5)).astype(stored.scale_type)
         if stored.has_zeros:
             zero = jax.random.randint(keys[2], groups, -8, 8).astype(jnp.bfloat16)
+        scale = (size * jax.random.uniform(keys[1], groups, minval=0.5, maxval=1.5)).astype(stored.scale_type)
+        scale *= jnp.asarray(2.0 ** fold_of(stored.number, scale, zero), scale.dtype)
     if stored.has_factor or stored.group is None:
         middle = 1.0 if stored.group is not None else size
         factor = middle * jax.random.uniform(keys[3], (*lead, N), minval=0.5, maxval=1.5)

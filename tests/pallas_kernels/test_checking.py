@@ -26,6 +26,7 @@ from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.check import check
 from pallas_kernels.expert_choice import Rule
 from pallas_kernels.paged_attention import reference
+from scripts.kernels import grouped_matmul as grouped_matmul_cases
 from tests.helpers.lowering import a_gpu_to_lower_for
 
 TOY = Batch(
@@ -51,6 +52,14 @@ VARIANTS = {
     "bfloat16": replace(TOY, dtype="bfloat16"),
 }
 SHAPES = attention_at_start.Shapes("bfloat16", "bfloat16", 8, 4, 128, 16, 64, (Layer(0.1), Layer(0.1, 100)))
+
+
+@pytest.mark.parametrize("stored", grouped_matmul_cases.STORED, ids=str)
+def test_random_experts_are_as_large_as_weights(stored):
+    """Else results would consist of biases alone."""
+    weight = np.asarray(grouped_matmul.random_experts(stored, (2, 128, 256)).astype(jnp.float32))
+
+    assert 0.5 < weight.std() * math.sqrt(256) < 2 and abs(weight.mean()) < weight.std()
 
 
 def plain(function):
