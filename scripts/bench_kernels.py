@@ -154,6 +154,7 @@ class Repeated:
 
 def chained(call: Callable[..., Any], feed: Callable[[Any, Any], Any], unroll: int, trips: int) -> Callable[..., Any]:
     """unroll * trips calls, each on the result of the one before and on the next of the copies."""
+    call = jax.jit(call)  # lowered once
 
     def run(carry: Any, copies: list[tuple[Any, ...]]) -> Any:
         def body(_: int, carry: Any) -> Any:
