@@ -347,6 +347,8 @@ def _mosaic_tiles(batch: Batch) -> list[DecodeTiles]:
     itemsize = jnp.dtype(batch.cache_dtype or batch.dtype).itemsize
     base = mosaic_decode.pick_tiles(batch.num_groups, batch.head_dim, itemsize, batch.num_queries)
     found = [replace(base, num_stages=stages) for stages in (2, 3, 4)]
+    if batch.head_dim == 64 and itemsize == 2:
+        found += [replace(base, num_stages=4, ctas_per_core=3), replace(base, num_stages=3, block_k=128)]
     if itemsize == 1:
         found += [replace(THREE_WORKERS, num_stages=stages) for stages in (2, 3)]
     return found
