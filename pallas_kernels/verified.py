@@ -27,7 +27,7 @@ OPS = (
     "wide_attention",
 )
 _USES = {
-    "gated_matmul": ("grouped_matmul/activation.py",),
+    "gated_matmul": ("grouped_matmul/activation.py", "quantize/values.py"),
     "grouped_matmul": ("quantized_matmul",),
     "lora": ("grouped_matmul",),
     "mla_attention": ("cache_write", "paged_attention", "rope_cache_write"),

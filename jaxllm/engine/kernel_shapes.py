@@ -55,7 +55,7 @@ class ProductShapes:
     experts: tuple[tuple[MoE, tuple[grouped_matmul.Stored, grouped_matmul.Stored] | None], ...] = ()
     """Packing of gate and up, and of down, by mixture; None: they are not in tiles."""
     gated: tuple[gated_matmul.Shapes, ...] = ()
-    """Plain ones of dense layers, on all devices together."""
+    """Of dense layers in the model's type, or of those that quantise what they multiply; on all devices together."""
 
     @property
     def expert_types(self) -> tuple[str | None, ...]:
@@ -188,7 +188,14 @@ def _gated_matmul(engine: _Engine) -> tuple[gated_matmul.Shapes, ...]:
 def _router_scores(engine: _Engine) -> tuple[router_scores.Shapes, ...]:
     model = engine.model
     found = [
-        router_scores.Shapes(model.dtype, mlp.routing.num_experts, model.hidden_size, norm.eps, norm.weight_offset)
+        router_scores.Shapes(
+            model.dtype,
+            mlp.routing.num_experts,
+            model.hidden_size,
+            norm.eps,
+            norm.weight_offset,
+            has_bias=mlp.routing.router_bias,
+        )
         for mlp, norm in ((layer.mlp, layer.mlp_norm) for layer in model.layers)
         if isinstance(mlp, MoE) and norm is not None
     ]
@@ -255,14 +262,9 @@ def product_shapes(models: Sequence[nnx.Module], dtype: str) -> ProductShapes:
 
 
 def _gated_layers(models: Sequence[nnx.Module], dtype: str) -> tuple[gated_matmul.Shapes, ...]:
-    layers = [part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, FeedForward)]
-    weights_ = ((layer.weight_of_kernel, layer.kernel_activation) for layer in layers)
-    found = (
-        gated_matmul.Shapes(dtype, weight.shape[0], weight.shape[2], activation)
-        for weight, activation in weights_
-        if weight is not None and activation is not None and str(weight.dtype) == dtype
-    )
-    return tuple(dict.fromkeys(found))
+    parts = (part for model in models for _, part in nnx.iter_modules(model) if isinstance(part, FeedForward))
+    found = dict.fromkeys(layer for part in parts if (layer := part.shapes_of_kernel) is not None)
+    return tuple(gated_matmul.Shapes(dtype, *layer) for layer in found)
 
 
 def _is_tiled(format: WeightFormat) -> TypeGuard[Any]:

@@ -61,6 +61,11 @@ class PackedWeight(nnx.Module):
         """Product of a linear layer, as `WeightFormat.product`."""
         return self.format.product(self._arrays(), x, shards, multiply, weight_only=weight_only)
 
+    @property
+    def operands(self) -> tuple[Array, ...]:
+        """All arrays, in the order in which the format declares them."""
+        return tuple(self._arrays().values())
+
     def sums(self, x: Quantized) -> Sums:
         """As `WeightFormat.sums`."""
         return self.format.sums(self._arrays(), x)  # type: ignore[no-any-return]

@@ -1,22 +1,29 @@
 """The feed-forward layer."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxllm.layers.linear import Linear, abstract_param
+from jaxllm.layers.linear import Linear, PackedWeight, abstract_param
 from jaxllm.layers.source import Module, Source, Tensor
 from jaxllm.layers.step import Step
 from jaxllm.model_config import ModelConfig
 from jaxllm.model_parts import MLP, Activation
 from pallas_kernels import gated_matmul
-from pallas_kernels.quantize import Quantized, Sums, scaled, silu_up_quantize
+from pallas_kernels.quantize import Quantized, Sums, quantize, scaled, silu_up_quantize
 
-# Traced and lowered once for all layers of a program.
-multiply_gated = jax.jit(gated_matmul.product, static_argnames=("activation", "implementation", "interpret"))
+
+@partial(jax.jit, static_argnames=("activation", "implementation", "interpret"))  # traced and lowered once for all layers
+def multiply_gated(x_TD: Array | Quantized, *weight: Array, **options: Any) -> Array:
+    """`pallas_kernels.gated_matmul.product`, or of quantised vectors `scaled_product` with values and scales."""
+    if isinstance(x_TD, Quantized):
+        return gated_matmul.scaled_product(x_TD, *weight, dtype=jnp.bfloat16, **options)
+    return gated_matmul.product(x_TD, *weight, **options)
 
 
 def gelu(x: Array) -> Array:
@@ -100,17 +107,34 @@ class FeedForward(nnx.Module):
         return step.sums(self.down, self._hidden(x_TD, step, start), start)
 
     @property
-    def weight_of_kernel(self) -> nnx.Param | None:
-        """The weight [D, 2, F] that `pallas_kernels.gated_matmul` takes; None: it does not compute this layer."""
-        weight = self.gate_up.weight
-        return None if self.kernel_activation is None or not isinstance(weight, nnx.Param) else weight
+    def shapes_of_kernel(self) -> gated_matmul.Layer | None:
+        """Of the whole layer, as `pallas_kernels.gated_matmul` takes it; None: it does not."""
+        weight, (width, _, hidden) = self.gate_up.weight, self.gate_up.shape
+        if self.kernel_activation is None or (isinstance(weight, PackedWeight) and not self._is_scaled):
+            return None
+        return gated_matmul.Layer(width, hidden, self.kernel_activation, self._is_scaled)
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether both products quantise what they multiply."""
+        return self.gate_up.quantizes_inputs and self.down.quantizes_inputs
+
+    def _by_kernel(self, x_TD: Array | Quantized, step: Step) -> Array | Quantized | None:
+        """What down takes, from one kernel; None: it does not compute this step."""
+        if self.shapes_of_kernel is None or step.multiply_gated is None or not step.gates_in_one(len(x_TD)):
+            return None
+        weight, multiply = self.gate_up.weight, partial(step.multiply_gated, activation=self.kernel_activation)
+        if isinstance(x_TD, Quantized):
+            assert isinstance(weight, PackedWeight) and weight.names == ("values", "scale") and step.quantization is not None
+            return quantize(multiply(x_TD, *weight.operands), **step.quantization)
+        if isinstance(weight, PackedWeight) or x_TD.dtype != weight.dtype:
+            return None
+        return multiply(x_TD, weight[...])
 
     def _hidden(self, x_TD: Array | Quantized, step: Step, start: int) -> Array | Quantized:
         """[T, F]: what down takes."""
-        weight = self.weight_of_kernel
-        if weight is not None and isinstance(x_TD, Array) and x_TD.dtype == weight.dtype and step.gates_in_one(len(x_TD)):
-            assert step.multiply_gated is not None
-            return step.multiply_gated(x_TD, weight[...], activation=self.kernel_activation)
+        if (found := self._by_kernel(x_TD, step)) is not None:
+            return found
         gate_up_TCF = step.sums(self.gate_up, x_TD, start)
         if isinstance(gate_up_TCF, Sums) and self.is_swiglu and self.down.quantizes_inputs:
             assert step.quantization is not None

@@ -13,10 +13,13 @@ import numpy as np
 
 from pallas_kernels.checking.case import Case
 from pallas_kernels.checking.host import Normals
-from pallas_kernels.gated_matmul import product
+from pallas_kernels.gated_matmul import product, scaled_product
+from pallas_kernels.quantize.values import DTYPE, Quantized
 
 TOLERANCE = {"float32": 5e-6, "float16": 1e-3, "bfloat16": 5e-3}
 """Bound of the largest difference, relative to the largest result: one rounding to the type, and the exponential of the activation."""
+FP8_TOLERANCE = 1e-2
+"""As TOLERANCE of bfloat16, and what tensor cores leave out of sums of 8-bit floats: they keep 14 bits, and XLA's products no more."""
 _NUM_TOKENS = (5, 300)
 """A part of a tile; and more than a pair of tiles. At an engine's start."""
 _MAX_HIDDEN = 1 << 10
@@ -34,9 +37,11 @@ class Shapes:
     width: int
     hidden: int
     activation: str = "silu"
+    is_scaled: bool = False
+    """Whether both operands are 8-bit floats with scales."""
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.hidden} {self.activation} {self.dtype}"
+        return f"{self.width}x{self.hidden} {self.activation} {self.dtype}{' of fp8' * self.is_scaled}"
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
@@ -47,19 +52,31 @@ def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]
 
 def case(shapes: Shapes, num_tokens: int, names: tuple[str, ...], *, interpret: bool, **more: Any) -> Case:
     """A step of so many tokens, the last of them padding, computed by these implementations."""
-    call = functools.partial(product, activation=shapes.activation, interpret=interpret)
+    options: dict[str, Any] = {"activation": shapes.activation, "interpret": interpret}
+    call = (
+        functools.partial(_scaled, dtype=shapes.dtype, **options) if shapes.is_scaled else functools.partial(product, **options)
+    )
     variants: dict[str, Any] = {name: functools.partial(call, implementation=name) for name in names}
     make, error = functools.partial(host_arrays, shapes, num_tokens), functools.partial(host_error, shapes)
-    return Case(f"{shapes}, {num_tokens} tokens", make, variants, error, TOLERANCE[shapes.dtype], **more)
+    tolerance = FP8_TOLERANCE if shapes.is_scaled else TOLERANCE[shapes.dtype]
+    return Case(f"{shapes}, {num_tokens} tokens", make, variants, error, tolerance, **more)
 
 
-def host_arrays(shapes: Shapes, num_tokens: int) -> tuple[np.ndarray, tuple[np.ndarray]]:
-    """x, of whose tokens the last are NaN, and the weight."""
-    normals = Normals()
-    x_TD = normals.of(shapes.dtype, num_tokens, shapes.width)
+def _scaled(values_TD: Any, scale_T: Any, weight_2FD: Any, scale_2F: Any, **options: Any) -> Any:
+    return scaled_product(Quantized(values_TD, scale_T), weight_2FD, scale_2F, **options)
+
+
+def host_arrays(shapes: Shapes, num_tokens: int) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """x, of whose tokens the last are NaN, and the weight; of 8-bit floats (x, (its scales, weight, its scales))."""
+    normals, deviation = Normals(), np.float32(2 / math.sqrt(shapes.width))
+    x_TD = normals(num_tokens, shapes.width)
     x_TD[_num_real(num_tokens) :] = np.nan
-    weight_D2F = normals(shapes.width, 2, shapes.hidden) * np.float32(2 / math.sqrt(shapes.width))
-    return x_TD, (weight_D2F.astype(x_TD.dtype),)
+    if not shapes.is_scaled:
+        weight_D2F = normals(shapes.width, 2, shapes.hidden) * deviation
+        return x_TD.astype(shapes.dtype), (weight_D2F.astype(shapes.dtype),)
+    scale_T, scale_2F = (np.abs(normals(*shape)) / 2 + np.float32(0.5) for shape in ((num_tokens,), (2, shapes.hidden)))
+    weight_2FD = normals(2, shapes.hidden, shapes.width) * 16
+    return (x_TD * 16).astype(DTYPE), (scale_T / 16, weight_2FD.astype(DTYPE), scale_2F * deviation / 16)
 
 
 def _num_real(num_tokens: int) -> int:
@@ -69,14 +86,19 @@ def _num_real(num_tokens: int) -> int:
 def host_error(shapes: Shapes, x: Any, constants: tuple[Any, ...], got: Any) -> float:
     """The largest difference of real tokens, relative to the largest result; NaN where one is not finite. Of many outputs some of every
     block are compared."""
-    (weight_D2F,) = constants
     num_real, hidden = _num_real(len(x)), shapes.hidden
     got = np.asarray(got)[:num_real].astype(np.float64)
     outputs = np.arange(hidden) if hidden <= 8 * _STRIDE else np.unique(np.append(np.arange(0, hidden, _STRIDE), hidden - 1))
     if not np.isfinite(got).all():
         return math.nan
     wide = np.asarray(x)[:num_real].astype(np.float64)
-    gate, up = (wide @ np.asarray(weight_D2F)[:, matrix, outputs].astype(np.float64) for matrix in range(2))
+    if shapes.is_scaled:
+        scale_T, weight_2FD, scale_2F = map(np.asarray, constants)
+        wide = wide * scale_T[:num_real, None]
+        weights = [weight_2FD[matrix, outputs].astype(np.float64).T * scale_2F[matrix, outputs] for matrix in range(2)]
+    else:
+        weights = [np.asarray(constants[0])[:, matrix, outputs].astype(np.float64) for matrix in range(2)]
+    gate, up = (wide @ weight for weight in weights)
     expected = _ACTIVATIONS[shapes.activation](gate) * up
     return float(np.abs(got[:, outputs] - expected).max() / np.abs(expected).max())
 

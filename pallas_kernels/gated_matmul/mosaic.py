@@ -1,16 +1,18 @@
 """Gate, up and the activation of many tokens in one kernel, by Pallas Mosaic GPU (Hopper): bound by the tensor cores.
 
     warpgroup 0, 1  (consumers)   64 tokens each of a tile of 128: COLUMNS outputs of gate, and the same of up
-    warpgroup 2     (producer)    TMA copies of tokens [128, 64] and of both weights [64, COLUMNS] into a ring of shared memory
+    warpgroup 2     (producer)    TMA copies of tokens and of both weights into a ring of shared memory, 128 bytes of a token a step
 
 The two CTAs of a cluster, on two cores, compute the same outputs of neighbouring tiles of tokens: each reads a half of the weights and
 sends it to both, because what a core reads from the cache would take longer than its products. They stay for the whole launch and walk
 through items in a snake, so that CTAs that run at a time share tokens and weights in the cache. What lies outside of an array a copy
-fills with zeros, or does not write.
+fills with zeros, or does not write. Operands in 8 bits have their inputs last, as the tensor cores take them; their scales are factors
+of the sums.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,13 +23,15 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import _compat, producer_consumer, row_copies
 from pallas_kernels.grouped_matmul.activation import ACTIVATIONS
+from pallas_kernels.quantize.values import Quantized
 from pallas_kernels.row_copies import Rows
 
 NUM_CONSUMERS = 2
 BLOCK_M = 64
 TILE_ROWS = NUM_CONSUMERS * BLOCK_M
-BLOCK = 64
-"""Inputs of a step, and outputs of a store: 128 bytes, the swizzle."""
+SWIZZLE_BYTES = 128
+STORED = 64
+"""Outputs of a store: the bytes of a swizzle."""
 COLUMNS = 128
 """Outputs of an item, of gate and of up."""
 NUM_CTAS = 2
@@ -38,48 +42,61 @@ SNAKE_WIDTH = 8
 SWIZZLE_ROWS = 8
 
 
-def supports(*, platform: str, dtype: DTypeLike, width: int, hidden: int, interpret: bool = False) -> bool:
+def supports(
+    *, platform: str, dtype: DTypeLike, width: int, hidden: int, is_scaled: bool = False, interpret: bool = False
+) -> bool:
     """16-bit floats, and widths that tiles divide: more than one tile of outputs, see `product`."""
-    return (
-        (platform == "gpu" or interpret)
-        and _compat.has_mosaic()
-        and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-        and width % BLOCK == 0
-        and hidden % BLOCK == 0
-        and hidden > BLOCK
-    )
+    is_here = (platform == "gpu" or interpret) and _compat.has_mosaic() and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    if is_scaled:
+        return is_here and width % SWIZZLE_BYTES == 0 and hidden % COLUMNS == 0
+    return is_here and width % (SWIZZLE_BYTES // 2) == 0 and hidden % STORED == 0 and hidden > STORED
 
 
 def product(x_TD: jax.Array, weight_D2F: jax.Array, *, activation: str, interpret: Any = False) -> jax.Array:
     """See the folder."""
     # A copy leaves out a dimension in which an array has one tile, and with it what begins past that tile: two or more in each.
     padding = max(-len(x_TD) % SWIZZLE_ROWS, 2 * SWIZZLE_ROWS - len(x_TD))
-    padded_TD = jnp.pad(x_TD, ((0, padding), (0, 0))) if padding else x_TD
-    return _product(padded_TD, weight_D2F, activation, interpret)[: len(x_TD)]
+    return _product(_padded(x_TD, padding), weight_D2F, (), activation, x_TD.dtype, interpret)[: len(x_TD)]
 
 
-def _product(x_TD: jax.Array, weight_D2F: jax.Array, activation: str, interpret: Any) -> jax.Array:
-    """Of whole tiles of the swizzle, at least two."""
+def scaled_product(
+    x: Quantized, values_2FD: jax.Array, scale_2F: jax.Array, *, activation: str, dtype: DTypeLike, interpret: Any = False
+) -> jax.Array:
+    """See the folder."""
+    padding = -len(x) % (NUM_CTAS * TILE_ROWS)  # scales are read without regard to their end
+    scales = _padded(x.scale_T, padding), scale_2F
+    return _product(_padded(x.values_TN, padding), values_2FD, scales, activation, dtype, interpret)[: len(x)]
+
+
+def _padded(x: jax.Array, padding: int) -> jax.Array:
+    return jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))) if padding else x
+
+
+def _product(
+    x_TD: jax.Array, weight: jax.Array, scales: tuple[jax.Array, ...], activation: str, dtype: DTypeLike, interpret: Any
+) -> jax.Array:
+    """weight: [D, 2, F], or with scales [2, F, D]."""
     plgpu = _compat.mosaic()
-    num_tokens, num_columns = len(x_TD), weight_D2F.shape[2]
-    dtype = x_TD.dtype
+    num_tokens, num_columns = len(x_TD), weight.shape[1 if scales else 2]
+    dtype, block = jnp.dtype(dtype), SWIZZLE_BYTES // x_TD.dtype.itemsize
     num_clusters = (2 if interpret else _compat.num_cores()) // NUM_CTAS
 
-    def tiled(*shape: int) -> Any:
-        transforms = plgpu.TilingTransform((SWIZZLE_ROWS, BLOCK)), plgpu.SwizzleTransform(BLOCK * dtype.itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
+    def tiled(dtype: jnp.dtype, *shape: int) -> Any:
+        tiling = plgpu.TilingTransform((SWIZZLE_ROWS, SWIZZLE_BYTES // dtype.itemsize))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(SWIZZLE_BYTES)))
 
     scratch = {
-        "x_smem": tiled(NUM_STAGES, TILE_ROWS, BLOCK),
-        "weight_smem": tiled(NUM_STAGES, 2, BLOCK, COLUMNS),
-        "out_smem": tiled(NUM_CONSUMERS, 2, BLOCK_M, BLOCK),
+        "x_smem": tiled(x_TD.dtype, NUM_STAGES, TILE_ROWS, block),
+        "weight_smem": tiled(weight.dtype, NUM_STAGES, 2, *((COLUMNS, block) if scales else (block, COLUMNS))),
+        "out_smem": tiled(dtype, NUM_CONSUMERS, 2, BLOCK_M, STORED),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=NUM_STAGES),
         "free": plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=NUM_CONSUMERS, num_barriers=NUM_STAGES),
     }
 
-    def body(x_ref: Any, weight_ref: Any, out_ref: Any, *refs: Any) -> None:
-        smem = dict(zip(scratch, refs, strict=True))
-        _Product(plgpu, ACTIVATIONS[activation], num_clusters, x_ref, weight_ref, out_ref, **smem).run()
+    def body(x_ref: Any, weight_ref: Any, *refs: Any) -> None:
+        scale_refs, (out_ref, *others) = refs[: len(scales)], refs[len(scales) :]
+        smem = dict(zip(scratch, others, strict=True))
+        _Product(plgpu, ACTIVATIONS[activation], num_clusters, x_ref, weight_ref, scale_refs, out_ref, **smem).run()
 
     return plgpu.kernel(
         body,
@@ -93,7 +110,7 @@ def _product(x_TD: jax.Array, weight_D2F: jax.Array, activation: str, interpret:
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=_compat.mosaic_interpret(interpret, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"),
-    )(x_TD, weight_D2F)
+    )(x_TD, weight, *scales)
 
 
 @dataclass(frozen=True)
@@ -104,11 +121,12 @@ class _Product:
     combine: Callable[[jax.Array, jax.Array], jax.Array]
     num_clusters: int
     x_ref: Any  # [T, D]
-    weight_ref: Any  # [D, 2, F]
+    weight_ref: Any  # [D, 2, F], or with scales [2, F, D]
+    scale_refs: tuple[Any, ...]  # [T] and [2, F], or none
     out_ref: Any  # [T, F]
-    x_smem: Any  # [stages, TILE_ROWS, BLOCK]
-    weight_smem: Any  # [stages, 2, BLOCK, COLUMNS]
-    out_smem: Any  # [consumers, 2, BLOCK_M, BLOCK]
+    x_smem: Any  # [stages, TILE_ROWS, block]
+    weight_smem: Any  # [stages, 2, block, COLUMNS], or with scales [stages, 2, COLUMNS, block]
+    out_smem: Any  # [consumers, 2, BLOCK_M, STORED]
     full: Any
     free: Any
     """In both CTAs of a cluster."""
@@ -117,9 +135,14 @@ class _Product:
         producer_consumer.run(NUM_CONSUMERS, self.consume, self.produce)
 
     @property
+    def block(self) -> int:
+        """Inputs of a step."""
+        return self.x_smem.shape[2]
+
+    @property
     def num_steps(self) -> int:
         """Stages that an item takes."""
-        return self.x_ref.shape[1] // BLOCK
+        return self.x_ref.shape[1] // self.block
 
     @property
     def num_pairs(self) -> int:
@@ -171,11 +194,15 @@ class _Product:
     def copy(self, slot: jax.Array, tile: jax.Array, block: jax.Array, k: jax.Array) -> None:
         """Begin to copy a step's tokens, and for both CTAs this one's half of the weights."""
         full, rows = self.full.at[slot], Rows(tile, TILE_ROWS, TILE_ROWS)
-        row_copies.load(self.x_ref, rows, self.x_smem.at[slot], full, after=(pl.ds(k * BLOCK, BLOCK),))
-        columns = pl.ds(block * COLUMNS, COLUMNS)
+        inputs, outputs = Rows(k, self.block, self.block), Rows(block, COLUMNS, COLUMNS)
+        row_copies.load(self.x_ref, rows, self.x_smem.at[slot], full, after=(inputs.slice(),))
+        load = partial(row_copies.load, self.weight_ref, barrier=full, shared_by="member")
         for matrix in range(2):
-            target, after = self.weight_smem.at[slot, matrix], (matrix, columns)
-            row_copies.load(self.weight_ref, Rows(k, BLOCK, BLOCK), target, full, after=after, shared_by="member")
+            target = self.weight_smem.at[slot, matrix]
+            if self.scale_refs:
+                load(rows=outputs, target=target, before=(matrix,), after=(inputs.slice(),))
+            else:
+                load(rows=inputs, target=target, after=(matrix, outputs.slice()))
 
     # Consumers
 
@@ -197,8 +224,9 @@ class _Product:
                 slot = self.slot(first + k)
                 plgpu.barrier_wait(self.full.at[slot])
                 x_smem = self.x_smem.at[slot, pl.ds(wg * BLOCK_M, BLOCK_M)]
-                plgpu.wgmma(gate_ref, x_smem, self.weight_smem.at[slot, 0])
-                plgpu.wgmma(up_ref, x_smem, self.weight_smem.at[slot, 1])
+                for matrix, sum_ref in enumerate((gate_ref, up_ref)):
+                    weight = self.weight_smem.at[slot, matrix]
+                    plgpu.wgmma(sum_ref, x_smem, weight.transpose((1, 0)) if self.scale_refs else weight)
                 plgpu.wgmma_wait(2)  # the step before has been read
                 pl.when(k > 0)(lambda: plgpu.barrier_arrive(self.free.at[self.slot(first + k - 1)]))
 
@@ -212,10 +240,22 @@ class _Product:
     def finish(self, wg: jax.Array, gate: jax.Array, up: jax.Array, rows: Rows, block: jax.Array) -> None:
         """Activation and store of a consumer's tokens, part by part of the outputs."""
         plgpu = self.plgpu
-        for part in range(COLUMNS // BLOCK):
-            staging, own = self.out_smem.at[wg, part % 2], slice(part * BLOCK, (part + 1) * BLOCK)
+        for part in range(COLUMNS // STORED):
+            staging, own = self.out_smem.at[wg, part % 2], slice(part * STORED, (part + 1) * STORED)
+            outputs = pl.ds(block * COLUMNS + part * STORED, STORED)
+            sums = [self.scaled(each[:, own], matrix, rows, outputs) for matrix, each in enumerate((gate, up))]
             # The last store of the item before may come from either place.
             plgpu.wait_smem_to_gmem(min(part, 1), wait_read_only=True)
-            staging[...] = self.combine(gate[:, own], up[:, own]).astype(self.out_ref.dtype)
+            staging[...] = self.combine(*sums).astype(self.out_ref.dtype)
             plgpu.commit_smem()
-            row_copies.store(staging, self.out_ref, rows, after=(pl.ds(block * COLUMNS + part * BLOCK, BLOCK),))
+            row_copies.store(staging, self.out_ref, rows, after=(outputs,))
+
+    def scaled(self, sums: jax.Array, matrix: int, rows: Rows, outputs: Any) -> jax.Array:
+        """A consumer's sums of these tokens and outputs, times their scales."""
+        if not self.scale_refs:
+            return sums
+        plgpu, (row_scale_ref, scale_ref) = self.plgpu, self.scale_refs
+        layout = plgpu.Layout.WGMMA
+        of_rows = plgpu.load(row_scale_ref.at[rows.slice()], layout=layout.reduce(1), optimized=False)
+        of_outputs = plgpu.load(scale_ref.at[matrix, outputs], layout=layout.reduce(0), optimized=False)
+        return sums * lax.broadcast_in_dim(of_rows, sums.shape, [0]) * lax.broadcast_in_dim(of_outputs, sums.shape, [1])

@@ -1,6 +1,7 @@
 """Engines whose dense layers a kernel computes in steps of many tokens, and by XLA in the others."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -64,5 +65,6 @@ def test_the_kernel_is_chosen_where_a_record_says_that_it_was_right(monkeypatch)
     assert candidates("auto", on_gpu=False) is None
     assert shapes_of(core.config, model, plan, None, products)["gated_matmul"] == (whole,)
     core.shutdown()
-    quantized = load_model_config(goldens.golden("llama_gqa").directory, dtype="bfloat16", quantization="int8")
-    assert product_shapes([build_model(quantized)], "bfloat16").gated == ()
+    load = partial(load_model_config, goldens.golden("llama_gqa").directory, dtype="bfloat16")
+    found = {method: product_shapes([build_model(load(quantization=method))], "bfloat16").gated for method in ("int8", "fp8")}
+    assert found == {"int8": (), "fp8": (gated_matmul.Shapes("bfloat16", model.hidden_size, 96, is_scaled=True),)}

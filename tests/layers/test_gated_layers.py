@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 
 from jaxllm.kernel_policy import ALIKE, GATED_ROWS
+from jaxllm.layers import mlp
 from jaxllm.layers.build import build_model
 from jaxllm.layers.dense_attention import dense_step
 from jaxllm.loaders.load import load_weights
 from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
-from pallas_kernels import gated_matmul
 from tests.helpers import goldens
 
 IDS = np.arange(GATED_ROWS, dtype=np.int32) % 50 + 3
@@ -24,20 +24,21 @@ def hidden_states(name: str, quantization: str | None, min_tokens: int) -> tuple
     """Output of the last layer, and the calls of the op: activations and shapes of weights."""
     directory, calls = goldens.FOLDER / name, []
 
-    def multiply(x_TD, weight_D2F, *, activation):
-        calls.append((activation, weight_D2F.shape))
-        return gated_matmul.product(x_TD, weight_D2F, activation=activation, implementation="xla")
+    def multiply(x_TD, *weight, activation):
+        calls.append((activation, weight[0].shape))
+        return mlp.multiply_gated(x_TD, *weight, activation=activation, implementation="xla")
 
-    config = load_model_config(directory, dtype="float32", quantization=quantization)
+    config = load_model_config(directory, dtype="bfloat16" if quantization else "float32", quantization=quantization)
     model = build_model(config)
     state = load_weights(config, model, directory, mesh=make_mesh(1), load_format="auto")
     graph, policy = nnx.graphdef(model), dataclasses.replace(ALIKE, min_gated_tokens=min_tokens)
 
     def run(state):
         step = dense_step(jnp.asarray(IDS), jnp.arange(len(IDS)))
-        return nnx.merge(graph, state)(dataclasses.replace(step, multiply_gated=multiply, policy=policy))
+        by_kernels = {"multiply_gated": multiply, "quantization": {"implementation": "xla"} if quantization == "fp8" else None}
+        return nnx.merge(graph, state)(dataclasses.replace(step, policy=policy, **by_kernels))
 
-    return np.asarray(jax.jit(run)(state)), calls
+    return np.asarray(jax.jit(run)(state), np.float32), calls
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,14 @@ def test_layers_give_what_they_give_without_the_op(name, activation, num_calls):
     apart, none = hidden_states(name, None, len(IDS) + 1)
     assert not none and [call[0] for call in calls] == [activation] * num_calls
     assert np.abs(by_op - apart).max() <= 2e-5 * np.abs(apart).max()
+
+
+def test_layers_that_quantise_what_they_multiply_do_so_behind_the_op():
+    by_op, calls = hidden_states("llama_gqa", "fp8", len(IDS))
+    apart, _ = hidden_states("llama_gqa", "fp8", len(IDS) + 1)
+    exact, _ = hidden_states("llama_gqa", None, len(IDS) + 1)
+    assert calls == [("silu", (2, 96, 64))] * 2
+    assert np.linalg.norm(by_op - exact) < 1.02 * np.linalg.norm(apart - exact)  # sums are not rounded before the activation
 
 
 def test_quantised_weights_are_left_to_their_own_products():

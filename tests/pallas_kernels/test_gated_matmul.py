@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import _compat, gated_matmul
 from pallas_kernels.checking.gated_matmul import Shapes, case
+from pallas_kernels.quantize import Quantized
 from scripts.kernels import gated_matmul as gated_cases
 from tests.helpers.lowering import a_gpu_to_lower_for
 
@@ -15,6 +16,7 @@ CASES = {
     # More than a pair of tiles, whose second pair has a part of one; blocks that do not divide the outputs; two steps.
     "bfloat16": (Shapes("bfloat16", 128, 192), 261),
     "gelu_tanh": (Shapes("float16", 64, 128, "gelu_tanh"), 5),
+    "fp8": (Shapes("bfloat16", 256, 256, is_scaled=True), 261),
 }
 
 
@@ -58,6 +60,12 @@ def test_what_does_not_fit_is_refused():
         ValueError, match="'mosaic' of gated products does not take 64 inputs and 96 outputs in bfloat16; use 'xla'"
     ):
         gated_matmul.product(x, weight, implementation="mosaic", interpret=True)
+
+
+def test_scales_that_do_not_fit_are_refused():
+    x, values = Quantized(jnp.ones((3, 64), "float8_e4m3fn"), jnp.ones(3)), jnp.ones((2, 96, 64), "float8_e4m3fn")
+    with pytest.raises(ValueError, match=r"values are \[2, 96, 64\] and scales \[96\] for x \[3, 64\]; they are"):
+        gated_matmul.scaled_product(x, values, jnp.ones(96), dtype="bfloat16", implementation="xla")
 
 
 def test_plain_jax_is_the_only_candidate_for_what_the_kernel_does_not_take():
