@@ -252,6 +252,7 @@ def _gated_candidates(layers: Sequence[GatedShapes], mesh: Mesh, *, on_gpu: bool
             dtype=layer.dtype,
             width=layer.width,
             hidden=layer.hidden // tensor_size(mesh),
+            is_scaled=layer.is_scaled,
             interpret=not on_gpu,
         )
         for layer in layers
@@ -303,7 +304,7 @@ def _of_mixtures(
     )
     scores: tuple[str, ...] = ("xla",)
     # It is for routers that run concurrently with the norm before them.
-    if mesh.size == 1 and model.has_concurrent_branches and _may_use("router_scores", wanted, on_gpu=on_gpu):
+    if mesh.size == 1 and model.has_branches and _may_use("router_scores", wanted, on_gpu=on_gpu):
         scores = router_scores.candidates(platform="gpu", width=model.hidden_size, interpret=not on_gpu)
     return {"router_scores": scores, "expert_choice": choice, "grouped_matmul": experts}
 

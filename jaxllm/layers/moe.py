@@ -114,8 +114,8 @@ class MixtureOfExperts(nnx.Module):
             logits_TE = self._scores_of_unnormed(unnormed, step, start)
         else:
             logits_TE = _scores(routed_TD if wide is None else routed_TD.astype(wide), self.router[...])
-        if self.router_bias is not None:
-            logits_TE = logits_TE + self.router_bias[...]
+            if self.router_bias is not None:
+                logits_TE = logits_TE + self.router_bias[...]
         logits_TE = step.scores(self.router_name, routed_TD, logits_TE, start)
         bias = None if self.correction_bias is None else self.correction_bias[...]
         is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
@@ -168,7 +168,8 @@ class MixtureOfExperts(nnx.Module):
         assert isinstance(norm, Normalization) and norm.weight is not None and step.router_scores is not None
         is_real_T = None if step.is_real_T is None else step.is_real_T[start : start + len(x_TD)]
         options = {"eps": norm.eps, "weight_offset": norm.norm.weight_offset}
-        return step.router_scores(x_TD, norm.weight[...], self.router[...], is_real_T, **options)
+        bias = None if self.router_bias is None else self.router_bias[...]
+        return step.router_scores(x_TD, norm.weight[...], self.router[...], is_real_T, bias, **options)
 
     @property
     def router_name(self) -> str:

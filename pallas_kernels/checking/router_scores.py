@@ -24,6 +24,7 @@ class Shapes:
     width: int
     eps: float = 1e-6
     weight_offset: float = 0.0
+    has_bias: bool = False
 
 
 def cases(shapes: Shapes, implementation: str, *, interpret: bool) -> list[Case]:
@@ -55,19 +56,20 @@ def host_arrays(shapes: Shapes, num_tokens: int, num_padding: int) -> tuple[Any,
     x_TD = (normals(num_tokens + num_padding, shapes.width) * 4 + 1).astype(dtype)
     weight_D = (1 - shapes.weight_offset + normals(shapes.width) / 4).astype(dtype)
     router_ED = normals.of(dtype, shapes.num_experts, shapes.width)
-    is_real = [np.arange(num_tokens + num_padding) < num_tokens] if num_padding else []
-    return x_TD, (weight_D, router_ED, *is_real)
+    is_real = np.arange(num_tokens + num_padding) < num_tokens if num_padding else None
+    return x_TD, (weight_D, router_ED, is_real, normals(shapes.num_experts) if shapes.has_bias else None)
 
 
 def host_error(shapes: Shapes, x: Any, constants: tuple[Any, ...], got: Any) -> float:
     """The largest difference of real tokens' scores, relative to the largest; infinite where one of padding is not finite."""
-    weight_D, router_ED, *is_real = (np.asarray(each) for each in constants)
+    weight_D, router_ED, is_real, bias_E = (None if each is None else np.asarray(each) for each in constants)
+    assert weight_D is not None and router_ED is not None
     x, got = np.asarray(x), np.asarray(got)
     if not np.isfinite(got).all():
         return math.inf
-    is_real_T = is_real[0] if is_real else np.ones(len(x), bool)
+    is_real_T = np.ones(len(x), bool) if is_real is None else is_real
     wide = x[is_real_T].astype(np.float64)
     wide = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + shapes.eps)
     wide = (wide * (weight_D.astype(np.float64) + shapes.weight_offset)).astype(x.dtype).astype(np.float64)
-    expected = wide @ router_ED.astype(np.float64).T
+    expected = wide @ router_ED.astype(np.float64).T + (0.0 if bias_E is None else bias_E.astype(np.float64))
     return float(np.abs(got[is_real_T] - expected).max() / np.abs(expected).max())

@@ -1,11 +1,12 @@
 """A mixture's router for few tokens, from what enters the norm before it: so it need not wait for the norm's kernel.
 
-    score = (x / rms(x) * (norm_weight + weight_offset)) @ router.T
+    score = (x / rms(x) * (norm_weight + weight_offset)) @ router.T + bias
 
 Shapes, common to all implementations:
     x_TD           the sum that the norm is of
     norm_weight_D
     router_ED      in the type of x
+    bias_E         float32; None: 0
     is_real_T      bool: whether a token is not padding; None: all are real
     result         scores_TE, float32; those of padding mean nothing, but are finite if x is
 
@@ -35,6 +36,7 @@ def router_scores(
     norm_weight_D: jax.Array,
     router_ED: jax.Array,
     is_real_T: jax.Array | None = None,
+    bias_E: jax.Array | None = None,
     *,
     eps: float,
     weight_offset: float = 0.0,
@@ -62,7 +64,7 @@ def router_scores(
             f"implementation {implementation!r} of routers' scores does not take vectors of {width} values; use 'xla'"
         )
     options = {"eps": eps, "weight_offset": weight_offset, "interpret": interpret}
-    return module.router_scores(x_TD, norm_weight_D, router_ED, is_real_T, **options)
+    return module.router_scores(x_TD, norm_weight_D, router_ED, is_real_T, bias_E, **options)
 
 
 def candidates(*, platform: str, width: int, interpret: bool = False) -> tuple[str, ...]:

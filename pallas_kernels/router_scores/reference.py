@@ -14,6 +14,7 @@ def router_scores(
     norm_weight_D: jax.Array,
     router_ED: jax.Array,
     is_real_T: jax.Array | None,
+    bias_E: jax.Array | None,
     *,
     eps: float,
     weight_offset: float,
@@ -23,4 +24,5 @@ def router_scores(
     wide_TD = x_TD.astype(jnp.float32)
     wide_TD = wide_TD * jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + eps)
     normed_TD = (wide_TD * (norm_weight_D.astype(jnp.float32) + weight_offset)).astype(x_TD.dtype)
-    return jnp.einsum("td,ed->te", normed_TD, router_ED, precision=Precision.HIGHEST, preferred_element_type=jnp.float32)
+    scores_TE = jnp.einsum("td,ed->te", normed_TD, router_ED, precision=Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return scores_TE if bias_E is None else scores_TE + bias_E

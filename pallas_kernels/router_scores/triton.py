@@ -30,6 +30,7 @@ def router_scores(
     norm_weight_D: jax.Array,
     router_ED: jax.Array,
     is_real_T: jax.Array | None,
+    bias_E: jax.Array | None,
     *,
     eps: float,
     weight_offset: float,
@@ -38,28 +39,31 @@ def router_scores(
 ) -> jax.Array:
     """See the package."""
     (num_tokens, width), num_experts = x_TD.shape, len(router_ED)
+    biases = [] if bias_E is None else [bias_E]
     are_real = [] if is_real_T is None else [is_real_T.astype(jnp.int32)]
     return triton_call(
-        functools.partial(_kernel, eps=eps, weight_offset=weight_offset, block_e=block_e),
+        functools.partial(_kernel, eps=eps, weight_offset=weight_offset, block_e=block_e, has_bias=bool(biases)),
         name="router_scores",
         grid=(pl.cdiv(num_experts, block_e), num_tokens),
         out_shape=jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32),
         num_warps=max(1, next_power_of_two(width) // 512),
         num_stages=1,
         interpret=interpret,
-    )(x_TD, norm_weight_D, router_ED, *are_real)
+    )(x_TD, norm_weight_D, router_ED, *biases, *are_real)
 
 
 def _kernel(
     x_ref: Any,  # [T, D]
     norm_weight_ref: Any,  # [D]
     router_ref: Any,  # [E, D]
-    *refs: Any,  # is_real [T] if there is padding; scores [T, E]
+    *refs: Any,  # bias [E] if there is one; is_real [T] if there is padding; scores [T, E]
     eps: float,
     weight_offset: float,
     block_e: int,
+    has_bias: bool,
 ) -> None:
-    *are_real, out_ref = refs
+    *arguments, out_ref = refs
+    biases, are_real = arguments[:has_bias], arguments[has_bias:]
     num_experts, width = router_ref.shape
     t, first = pl.program_id(1), pl.program_id(0) * block_e
     d_D = lax.iota(jnp.int32, next_power_of_two(width))
@@ -72,7 +76,11 @@ def _kernel(
         factor_D = load(norm_weight_ref.at[d_D], mask=is_d_D, other=0.0).astype(jnp.float32) + weight_offset
         x_D = x_D * lax.rsqrt(jnp.sum(x_D * x_D, axis=0) / width + eps) * factor_D
         x_D = x_D.astype(x_ref.dtype).astype(jnp.float32)
-        write([jnp.sum(x_D * weight_D.astype(jnp.float32), axis=0) for weight_D in weights])
+        scores = [jnp.sum(x_D * weight_D.astype(jnp.float32), axis=0) for weight_D in weights]
+        for bias_ref in biases:
+            own = [load(bias_ref.at[expert], mask=expert < num_experts, other=0.0) for expert in experts]
+            scores = [score + bias for score, bias in zip(scores, own, strict=True)]
+        write(scores)
 
     def write(scores: list[Any]) -> None:
         for expert, score in zip(experts, scores, strict=True):

@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.checking.router_scores import Shapes, case
 from pallas_kernels.router_scores import router_scores
 
-SHAPES = (Shapes("float32", 5, 20, eps=1e-3, weight_offset=1.0), Shapes("bfloat16", 4, 64))
+SHAPES = (Shapes("float32", 5, 20, eps=1e-3, weight_offset=1.0), Shapes("bfloat16", 5, 64, has_bias=True))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -25,11 +25,11 @@ def test_scores_equal_the_definition_and_a_wrong_one_does_not_pass(implementatio
 
 
 def test_what_does_not_fit_is_refused():
-    x, (weight, router, _) = case(SHAPES[0], (), interpret=True).make()
+    x, (weight, router, *_) = case(SHAPES[0], (), interpret=True).make()
     with pytest.raises(ValueError, match=r"weights are \[20\] and \[5, 19\] for x \[8, 20\]"):
         router_scores(x, weight, router[:, 1:], eps=1e-6)
     with pytest.raises(ValueError, match="no implementation 'cuda'"):
         router_scores(x, weight, router, eps=1e-6, implementation="cuda")
-    x, (weight, router, _) = case(Shapes("float32", 1, 8200), (), interpret=True).make()
+    x, (weight, router, *_) = case(Shapes("float32", 1, 8200), (), interpret=True).make()
     with pytest.raises(ValueError, match="does not take vectors of 8200 values; use 'xla'"):
         router_scores(x, weight, router, eps=1e-6, implementation="triton")

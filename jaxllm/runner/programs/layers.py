@@ -77,6 +77,6 @@ class DecodeProgram(LayersProgram):
         return decode_layout(key.size, programs.num_updates, programs.inputs.num_columns)
 
     def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
-        is_told = programs.mesh.size == 1 and programs.model.has_concurrent_branches
+        is_told = programs.mesh.size == 1 and programs.model.has_branches
         branches = programs.buckets.policy.branch_options(key.size) if is_told else {}
         return super().compiler_options(programs, key) | branches
