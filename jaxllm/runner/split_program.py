@@ -211,13 +211,32 @@ def _variables(atoms: Sequence[Any]) -> set[core.Var]:
 def _ends(
     section: Sequence[core.JaxprEqn], later: set[core.Var], consts: Mapping[core.Var, Any]
 ) -> tuple[list[core.Var], list[core.Var]]:
-    """The values that a section takes and gives, each in order. All groups of layers give what the last of them does, whether it is
-    needed or not."""
+    """The values that a section takes and gives. All groups of layers give what the last of them does, whether it is needed or not.
+
+    What is given in place of a value that is taken, such as a cache, stands in the same order: XLA gives it the memory of the first value
+    of its shape, and else would copy.
+    """
     made = dict.fromkeys(var for eqn in section for var in eqn.outvars if not isinstance(var, core.DropVar))
     taken = dict.fromkeys(var for eqn in section for var in eqn.invars if not isinstance(var, core.Literal))
     inputs = [var for var in taken if var not in made and var not in consts]
     last = section[-1].outvars if _is_layer(section) else ()
-    return inputs, [var for var in made if var in later or var in last]
+    replaced, places = _replaced(section), {var: place for place, var in enumerate(inputs)}
+    outputs = [var for var in made if var in later or var in last]
+    return inputs, sorted(outputs, key=lambda var: places.get(replaced.get(var, var), len(places)))
+
+
+def _replaced(section: Sequence[core.JaxprEqn]) -> dict[core.Var, core.Var]:
+    """For values that layers give, which one that the first of them took they stand for: each layer's results take the place of its first
+    arguments of the same shapes."""
+    found: dict[core.Var, core.Var] = {}
+    for eqn in section:
+        left = [var for var in eqn.invars if not isinstance(var, core.Literal)]
+        for out in eqn.outvars:
+            old = next((var for var in left if _shape(var) == _shape(out)), None)
+            if old is not None:
+                left.remove(old)
+                found[out] = found.get(old, old)
+    return found
 
 
 def _donated(inputs: Sequence[core.Var], may_overwrite: Sequence[bool], outputs: Sequence[core.Var]) -> tuple[int, ...]:
