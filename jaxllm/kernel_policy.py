@@ -46,6 +46,8 @@ class KernelPolicy:
     min_gated_tokens: int = MORE_THAN_ANY
     """From so many tokens on one kernel computes gate, up and the activation of dense layers (`pallas_kernels/gated_matmul`), where hardly
     any of its rows are padding."""
+    min_scaled_gated_tokens: int = MORE_THAN_ANY
+    """The same for weights and tokens in fp8."""
     max_weight_only_rows: int = 0
     """Up to so many rows products with fp8 weights take activations as they are, in place of fp8: to find scales takes longer than fp8
     products save. Not more than `max_triton_rows`: cuBLAS needs the whole weight in the type of the activations."""
@@ -79,11 +81,12 @@ class KernelPolicy:
         """Whether one kernel computes all between the products of linear attention, in a decode of so many rows."""
         return num_rows <= self.max_joined_rows
 
-    def gates_in_one(self, num_tokens: int) -> bool:
+    def gates_in_one(self, num_tokens: int, *, is_scaled: bool = False) -> bool:
         """Whether one kernel computes gate, up and the activation of dense layers, of so many tokens: if that pads them by an eighth at
-        most."""
+        most. is_scaled: in fp8."""
         padded = -(-num_tokens // GATED_ROWS) * GATED_ROWS
-        return num_tokens >= self.min_gated_tokens and 8 * padded <= 9 * num_tokens
+        least = self.min_scaled_gated_tokens if is_scaled else self.min_gated_tokens
+        return num_tokens >= least and 8 * padded <= 9 * num_tokens
 
     def in_program(self, size: int) -> "KernelPolicy":
         """This policy for all that a program of this size computes, also of fewer rows: without Triton products none are weight-only."""
@@ -135,6 +138,8 @@ GPU = KernelPolicy(
     max_joined_rows=16,
     # Gate and up of Llama-3.1-8B with the activation take 107 us for 256 tokens on an H200 in place of 112, 360 for 1024 in place of 410.
     min_gated_tokens=256,
+    # In fp8 62 us for 256 tokens in place of 57; prompts in steps of 8192 are computed 2.6 % faster.
+    min_scaled_gated_tokens=2048,
 )
 CPU = KernelPolicy(
     # XLA computes products of two rows on a CPU about as fast as of four.

@@ -47,6 +47,7 @@ def test_an_engine_of_one_size_has_the_same_tokens() -> None:
 def test_gated_layers_are_computed_in_one_where_hardly_any_rows_are_padding() -> None:
     sizes = (255, 256, 320, 448, 512, 640, 768, 896, 1024, 1280, 1792, 5000, 8192)
     assert [size for size in sizes if GPU.gates_in_one(size)] == [256, 512, 768, 1024, 1280, 1792, 5000, 8192]
+    assert [size for size in sizes if GPU.gates_in_one(size, is_scaled=True)] == [5000, 8192]
     assert not any(CPU.gates_in_one(size) for size in sizes)
 
 

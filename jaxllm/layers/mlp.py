@@ -121,7 +121,12 @@ class FeedForward(nnx.Module):
 
     def _by_kernel(self, x_TD: Array | Quantized, step: Step) -> Array | Quantized | None:
         """What down takes, from one kernel; None: it does not compute this step."""
-        if self.shapes_of_kernel is None or step.multiply_gated is None or not step.gates_in_one(len(x_TD)):
+        is_scaled = isinstance(x_TD, Quantized)
+        if (
+            self.shapes_of_kernel is None
+            or step.multiply_gated is None
+            or not step.gates_in_one(len(x_TD), is_scaled=is_scaled)
+        ):
             return None
         weight, multiply = self.gate_up.weight, partial(step.multiply_gated, activation=self.kernel_activation)
         if isinstance(x_TD, Quantized):

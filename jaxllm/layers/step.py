@@ -163,9 +163,10 @@ class Step:
         """Whether kernels quantise so many rows for products that need it."""
         return self.quantization is not None and self.adapt is None and not self.policy.is_weight_only(num_rows)
 
-    def gates_in_one(self, num_tokens: int) -> bool:
-        """Whether `multiply_gated` computes dense layers with plain weights, of so many tokens."""
-        return self.multiply_gated is not None and self.adapt is None and self.policy.gates_in_one(num_tokens)
+    def gates_in_one(self, num_tokens: int, *, is_scaled: bool) -> bool:
+        """Whether `multiply_gated` computes dense layers, of so many tokens. is_scaled: in fp8."""
+        is_here = self.multiply_gated is not None and self.adapt is None
+        return is_here and self.policy.gates_in_one(num_tokens, is_scaled=is_scaled)
 
     def add_and_norm(
         self, part_TD: Array | Sums, residual_TD: Array | None, norm: "AnyNorm"

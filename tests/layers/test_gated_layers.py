@@ -17,6 +17,7 @@ from jaxllm.models.load_config import load_model_config
 from jaxllm.parallel.mesh import make_mesh
 from tests.helpers import goldens
 
+THRESHOLDS = "min_gated_tokens", "min_scaled_gated_tokens"
 IDS = np.arange(GATED_ROWS, dtype=np.int32) % 50 + 3
 
 
@@ -31,7 +32,7 @@ def hidden_states(name: str, quantization: str | None, min_tokens: int) -> tuple
     config = load_model_config(directory, dtype="bfloat16" if quantization else "float32", quantization=quantization)
     model = build_model(config)
     state = load_weights(config, model, directory, mesh=make_mesh(1), load_format="auto")
-    graph, policy = nnx.graphdef(model), dataclasses.replace(ALIKE, min_gated_tokens=min_tokens)
+    graph, policy = nnx.graphdef(model), dataclasses.replace(ALIKE, **dict.fromkeys(THRESHOLDS, min_tokens))
 
     def run(state):
         step = dense_step(jnp.asarray(IDS), jnp.arange(len(IDS)))
