@@ -221,13 +221,16 @@ def _ends(
     inputs = [var for var in taken if var not in made and var not in consts]
     last = section[-1].outvars if _is_layer(section) else ()
     replaced, places = _replaced(section), {var: place for place, var in enumerate(inputs)}
-    outputs = [var for var in made if var in later or var in last]
-    return inputs, sorted(outputs, key=lambda var: places.get(replaced.get(var, var), len(places)))
+
+    def place(var: core.Var) -> int:
+        old = replaced.get(var)
+        return len(places) if old is None else places.get(old, len(places))
+
+    return inputs, sorted((var for var in made if var in later or var in last), key=place)
 
 
 def _replaced(section: Sequence[core.JaxprEqn]) -> dict[core.Var, core.Var]:
-    """For values that layers give, which one that the first of them took they stand for: each layer's results take the place of its first
-    arguments of the same shapes."""
+    """The value that layers took in the place of one that they give: each layer's results replace its first arguments of their shapes."""
     found: dict[core.Var, core.Var] = {}
     for eqn in section:
         left = [var for var in eqn.invars if not isinstance(var, core.Literal)]
