@@ -208,10 +208,15 @@ def test_a_failed_copy_ends_no_request(fault: str) -> None:
     core = make("qwen3")
     client = Client(core, prompts)
     wanted = client.run()
+
+    def has_failed() -> bool:
+        return core.stats().num_retried_steps == 1 if fault.startswith("op") else bool(core._failures._failure_times)
+
     with injected(fault):
-        for _ in range(3):
-            assert client.run() == wanted
-    assert core.stats().num_retried_steps == 1 if fault.startswith("op") else core._failures._failure_times
+        # How many blocks come back at a time, and so how often, depends on how busy the machine is.
+        runs = itertools.takewhile(lambda _: not has_failed(), range(20))
+        assert all(client.run() == wanted for _ in runs) and client.run() == wanted
+    assert has_failed()
     tier_of(core).check_integrity()
     core.check_integrity()
     core.shutdown()
