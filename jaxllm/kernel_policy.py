@@ -47,7 +47,7 @@ class KernelPolicy:
     """From so many tokens on one kernel computes gate, up and the activation of dense layers (`pallas_kernels/gated_matmul`), where hardly
     any of its rows are padding."""
     min_scaled_gated_tokens: int = MORE_THAN_ANY
-    """The same for weights and tokens in fp8."""
+    """From so many tokens on that kernel computes layers in fp8, of weights and of tokens."""
     max_weight_only_rows: int = 0
     """Up to so many rows products with fp8 weights take activations as they are, in place of fp8: to find scales takes longer than fp8
     products save. Not more than `max_triton_rows`: cuBLAS needs the whole weight in the type of the activations."""

@@ -158,9 +158,14 @@ class ModelConfig(ServedModel):
 
     @property
     def has_branches(self) -> bool:
-        """Whether kernels of a layer do not depend on each other, one after the other: those of a mixture's router and of the norm that
-        experts take, those of shared experts and of chosen ones, or those of linear attention."""
-        return bool(self.delta_nets or self.mixtures)
+        """Whether kernels of a layer do not depend on each other, one after the other: those of shared experts and of chosen ones, or those
+        of linear attention."""
+        return bool(self.delta_nets) or any(part.shared is not None for part in self.mixtures)
+
+    @property
+    def has_concurrent_branches(self) -> bool:
+        """Whether such kernels may run concurrently on one GPU: of those for weights in 4 and 8 bits too few were checked."""
+        return self.has_branches and not self.formats
 
     @property
     def kv_format(self) -> WeightFormat | None:

@@ -196,7 +196,9 @@ def candidates(
         found["rope_cache_write"] = ("xla",) if is_plain else _rope_candidates(model, plan, mesh, on_gpu=on_gpu)
     if has_tiles:
         found["quantized_matmul"] = quantized_matmul.candidates(platform="gpu", dtype=model.dtype, interpret=not on_gpu)
-    if gated and not is_plain and _may_use("gated_matmul", wanted, on_gpu=on_gpu):
+    # As of `quantize` below, several devices compute with it only where `wanted` names kernels.
+    may_gate = (mesh.size == 1 or wanted != "auto") and _may_use("gated_matmul", wanted, on_gpu=on_gpu)
+    if gated and not is_plain and may_gate:
         of_layers = _gated_candidates(gated, mesh, on_gpu=on_gpu)
         if of_layers[0] not in PLAIN:
             found["gated_matmul"] = of_layers
@@ -303,8 +305,8 @@ def _of_mixtures(
         for weight_dtype in expert_types or (None,)
     )
     scores: tuple[str, ...] = ("xla",)
-    # It is for routers that run concurrently with the norm before them.
-    if mesh.size == 1 and model.has_branches and _may_use("router_scores", wanted, on_gpu=on_gpu):
+    # It is for routers that run concurrently with the norm before them: see `ModelConfig.has_concurrent_branches`.
+    if mesh.size == 1 and not model.formats and _may_use("router_scores", wanted, on_gpu=on_gpu):
         scores = router_scores.candidates(platform="gpu", width=model.hidden_size, interpret=not on_gpu)
     return {"router_scores": scores, "expert_choice": choice, "grouped_matmul": experts}
 

@@ -55,7 +55,7 @@ class ProductShapes:
     experts: tuple[tuple[MoE, tuple[grouped_matmul.Stored, grouped_matmul.Stored] | None], ...] = ()
     """Packing of gate and up, and of down, by mixture; None: they are not in tiles."""
     gated: tuple[gated_matmul.Shapes, ...] = ()
-    """Of dense layers in the model's type, or of those that quantise what they multiply; on all devices together."""
+    """Dense layers that `pallas_kernels.gated_matmul` takes, with their sizes on all devices together."""
 
     @property
     def expert_types(self) -> tuple[str | None, ...]:

@@ -108,7 +108,7 @@ class FeedForward(nnx.Module):
 
     @property
     def shapes_of_kernel(self) -> gated_matmul.Layer | None:
-        """Of the whole layer, as `pallas_kernels.gated_matmul` takes it; None: it does not."""
+        """Sizes of the whole layer for `pallas_kernels.gated_matmul`; None: that op does not take it."""
         weight, (width, _, hidden) = self.gate_up.weight, self.gate_up.shape
         if self.kernel_activation is None or (isinstance(weight, PackedWeight) and not self._is_scaled):
             return None
@@ -120,7 +120,7 @@ class FeedForward(nnx.Module):
         return self.gate_up.quantizes_inputs and self.down.quantizes_inputs
 
     def _by_kernel(self, x_TD: Array | Quantized, step: Step) -> Array | Quantized | None:
-        """What down takes, from one kernel; None: it does not compute this step."""
+        """Hidden values [T, F], quantised if x is, from one kernel; None: it does not compute this step."""
         is_scaled = isinstance(x_TD, Quantized)
         if (
             self.shapes_of_kernel is None

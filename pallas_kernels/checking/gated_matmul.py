@@ -19,7 +19,8 @@ from pallas_kernels.quantize.values import DTYPE, Quantized
 TOLERANCE = {"float32": 5e-6, "float16": 1e-3, "bfloat16": 5e-3}
 """Bound of the largest difference, relative to the largest result: one rounding to the type, and the exponential of the activation."""
 FP8_TOLERANCE = 1e-2
-"""As TOLERANCE of bfloat16, and what tensor cores leave out of sums of 8-bit floats: they keep 14 bits, and XLA's products no more."""
+"""TOLERANCE of bfloat16, and what Hopper's tensor cores leave out of sums of 8-bit floats, of which they keep 14 bits: up to 5.7e-3 was
+measured on an H200, where XLA's product of the one case that was compared was off by 2.9e-3 and the kernel by 3.5e-3."""
 _NUM_TOKENS = (5, 300)
 """A part of a tile; and more than a pair of tiles. At an engine's start."""
 _MAX_HIDDEN = 1 << 10

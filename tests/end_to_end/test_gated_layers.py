@@ -52,8 +52,9 @@ def test_the_kernel_is_chosen_where_a_record_says_that_it_was_right(monkeypatch)
     whole = gated_matmul.Shapes("bfloat16", model.hidden_size, 256)
     assert products.gated == (whole,)
 
-    def candidates(wanted, on_gpu=True):
-        found = kernel_choice.candidates(wanted, model, plan, make_mesh(1), on_gpu=on_gpu, gated=products.gated)
+    def candidates(wanted, on_gpu=True, num_devices=1):
+        mesh = make_mesh(num_devices)
+        found = kernel_choice.candidates(wanted, model, plan, mesh, on_gpu=on_gpu, gated=products.gated)
         return found.get("gated_matmul")
 
     monkeypatch.setattr(kernel_choice.gated_matmul, "candidates", lambda **_: ("mosaic", "xla"))
@@ -63,6 +64,8 @@ def test_the_kernel_is_chosen_where_a_record_says_that_it_was_right(monkeypatch)
         assert candidates("auto") == expected
     assert candidates("triton") == ("mosaic", "xla")  # a kernel was asked for by name: it is checked
     assert candidates("auto", on_gpu=False) is None
+    assert candidates("auto", num_devices=2) is None  # no record has several devices
+    assert candidates("triton", num_devices=2) == ("mosaic", "xla")
     assert shapes_of(core.config, model, plan, None, products)["gated_matmul"] == (whole,)
     core.shutdown()
     load = partial(load_model_config, goldens.golden("llama_gqa").directory, dtype="bfloat16")

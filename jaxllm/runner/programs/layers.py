@@ -19,11 +19,6 @@ class LayersProgram(ProgramKind):
         """The step's buffer."""
         raise NotImplementedError
 
-    def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
-        # XLA counts a cache again for each layer that writes to it, finds that memory is short, and computes anew in each layer what layers
-        # share: 51 of the 591 kernels of a decode of Gemma-3-12B.
-        return {"xla_disable_hlo_passes": "rematerialization"}
-
     def uses_peers(self, key: ProgramKey) -> bool:
         return True
 
@@ -72,8 +67,7 @@ class MixedProgram(LayersProgram):
 
     def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
         # One run of tokens is multiplied while another is added up (`Shards.num_runs`): XLA must look for what it can compute meanwhile.
-        hiding: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True} if programs.mesh.size > 1 else {}
-        return super().compiler_options(programs, key) | hiding
+        return {"xla_gpu_enable_latency_hiding_scheduler": True} if programs.mesh.size > 1 else {}
 
 
 class DecodeProgram(LayersProgram):
@@ -83,6 +77,7 @@ class DecodeProgram(LayersProgram):
         return decode_layout(key.size, programs.num_updates, programs.inputs.num_columns)
 
     def compiler_options(self, programs: "StepPrograms", key: ProgramKey) -> dict[str, str | bool]:
-        is_told = programs.mesh.size == 1 and programs.model.has_branches
+        routes = programs.functions.kernels.router_scores != "xla"
+        is_told = programs.mesh.size == 1 and (programs.model.has_concurrent_branches or routes)
         branches = programs.buckets.policy.branch_options(key.size) if is_told else {}
         return super().compiler_options(programs, key) | branches
